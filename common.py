@@ -1,0 +1,1000 @@
+"""What every method script shares: settings, data, model, run, metrics. No method lives here."""
+
+import argparse
+import csv
+import hashlib
+import json
+import math
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torchvision
+import tyro
+from PIL import Image
+from torch import nn
+from torch.utils.data import DataLoader
+from torchvision.models.resnet import BasicBlock
+from tqdm import tqdm
+
+PROTOCOL_SEED = 1200  # of the split and of the observed labels (Cole et al. 2021); never that of a run
+EVAL_BATCH = 64
+CHECK_EVERY = 50  # steps between two looks at the losses: each one waits for the device
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def die(message):
+    """Ends the program with one sentence instead of a traceback."""
+    raise SystemExit(f"error: {message}")
+
+
+# ---- 1. Settings
+
+
+@dataclass
+class Args:
+    """Where and how a script runs. What a method computes with is in the method's own Args."""
+
+    dataset: str = "scenes"  # scenes, voc, voc2007, coco, nus, cub, another folder under data_root, or a path
+    data_root: str = "data"  # data sets and embeddings are here
+    out: str = "runs"  # run directories go here
+    seed: int = 0  # of weights, order and flips; split and observed labels are the same for all seeds
+    linear: bool = False  # freeze the backbone, embed every image once, train the head alone
+    init_from: str = ""  # a run (of --linear, say) whose best weights to start from
+    known_ratio: float = 0.0  # keep this share of ALL positives instead of one per image (0: one per image)
+    device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
+    workers: int = -1  # loader processes (-1: what suits the data); never changes a result
+    amp: Literal["auto", "bf16", "fp16", "off"] = "auto"  # auto: bf16 or fp16 on CUDA, off on a CPU
+    compile: bool = False  # torch.compile the model
+    tensorboard: bool = False  # write TensorBoard events too
+    resume: str = ""  # a run directory: go on where it was stopped
+    eval_only: str = ""  # a run directory: evaluate its best weights and stop
+    max_steps: int = 0  # end training after so many steps (0: don't), for smoke runs
+
+
+# What a continued run may change: where it runs, not what it computes.
+RESUME_MAY_CHANGE = {"data_root", "out", "device", "workers", "tensorboard", "resume", "eval_only"}
+
+
+def parse(args_class, presets, argv=None):
+    """Command line -> args_class. Precedence: default < presets[dataset] < command line; with --resume or
+    --eval_only the run's own settings take the place of the first two."""
+    argv = sys.argv[1:] if argv is None else argv
+    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    peek.add_argument("--dataset", default=args_class.dataset)
+    peek.add_argument("--resume", default="")
+    peek.add_argument("--eval_only", "--eval-only", default="")
+    first, _ = peek.parse_known_args(argv)
+
+    earlier = first.resume or first.eval_only
+    if earlier:
+        start = read_run_settings(args_class, earlier)
+    else:
+        start = args_class(dataset=first.dataset, **presets.get(first.dataset, {}))
+    args = tyro.cli(args_class, args=argv, default=start, use_underscores=True)
+    if earlier:
+        changed = [f.name for f in fields(args) if getattr(args, f.name) != getattr(start, f.name)]
+        refused = [f"--{name}" for name in changed if name not in RESUME_MAY_CHANGE]
+        if refused:
+            die(f"{earlier} keeps its own settings: leave out {', '.join(refused)}, or start a new run")
+
+    for name in ("epochs", "batch_size", "image_size"):
+        if getattr(args, name) < 1:
+            die(f"--{name} must be at least 1, not {getattr(args, name)}")
+    if not args.lr > 0:
+        die(f"--lr must be above 0, not {args.lr}")
+    if not 0 <= args.known_ratio <= 1:
+        die(f"--known_ratio is a share between 0 and 1, not {args.known_ratio}")
+    return args
+
+
+def read_run_settings(args_class, run):
+    config = read_json(Path(run) / "config.json", f"{run} is not a run directory")
+    unknown = set(config["settings"]) - {f.name for f in fields(args_class)}
+    if unknown:
+        die(f"{run} was made by another script or version: it has the settings {', '.join(sorted(unknown))}")
+    return replace(args_class(**config["settings"]), resume="", eval_only="")
+
+
+def read_json(path, otherwise):
+    try:
+        return json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        die(f"{otherwise} (there is no {path})")
+    except (OSError, ValueError) as problem:
+        die(f"{path} can't be read: {problem}")
+
+
+# ---- 2. Data
+
+
+def split_indices(n, val_fraction=0.2, seed=PROTOCOL_SEED):
+    """Rows of the train file -> (train_idx, val_idx), sorted."""
+    order = np.random.RandomState(seed).permutation(n)
+    n_val = round(val_fraction * n)
+    return np.sort(order[: n - n_val]), np.sort(order[n - n_val :])
+
+
+def draw_single_positives(y, seed=PROTOCOL_SEED):
+    """(N, C) full labels -> (N, C) uint8 with one positive kept per row, exactly as Cole et al. drew theirs."""
+    y = np.asarray(y)
+    rs = np.random.RandomState(seed)
+    z = np.zeros(y.shape, dtype=np.uint8)
+    for row, labels in enumerate(y):
+        positives, negatives = np.flatnonzero(labels == 1), np.flatnonzero(labels != 1)
+        rs.shuffle(positives)
+        rs.shuffle(negatives)  # none is kept, but the published draws consumed this randomness
+        z[row, positives[:1]] = 1
+    return z
+
+
+def draw_known_positives(y, ratio, seed=PROTOCOL_SEED):
+    """(N, C) full labels -> (N, C) uint8 with round(ratio * positives) of all positives kept."""
+    y = np.asarray(y)
+    positives = np.flatnonzero(y == 1)
+    kept = np.random.RandomState(seed).permutation(positives)[: round(ratio * len(positives))]
+    z = np.zeros(y.shape, dtype=np.uint8)
+    z.flat[kept] = 1
+    return z
+
+
+def decode(path, size):
+    """The protocol's transform: RGB, squashed to size x size, bilinear. -> uint8 (size, size, 3)"""
+    with Image.open(path) as image:
+        return np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
+
+
+def hash_names(names):
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()
+
+
+class Images:
+    """Pixels of one formatted file: from the pre-resized cache when there is one, else decoded from the files.
+
+    images[rows, flip] -> uint8 (B, size, size, 3), not flipped. What can't be read comes back as a sentence, which
+    crosses the border of a worker process better than an exception does.
+    """
+
+    def __init__(self, folder, image_folder, part, size):
+        self.names = [str(name) for name in read_array(folder / f"formatted_{part}_images.npy", ndim=1)]
+        self.image_folder, self.size = image_folder, size
+        self.cache = folder / f"cache_{part}_{size}.npy"
+        self.cached = self.cache.exists()
+        self.pixels = None  # the opened cache, in every process its own
+        if self.cached:
+            made_for = read_json(self.cache.with_suffix(".json"), f"{self.cache} has no description")
+            shape = read_array(self.cache, ndim=4, mmap_mode="r").shape
+            if made_for["images"] != hash_names(self.names) or shape != (len(self.names), size, size, 3):
+                die(f"{self.cache} was made for another list of images: delete it, or prepare the data set again")
+            return
+        missing = [name for name in self.names if not (image_folder / name).is_file()]
+        if missing:
+            die(f"{len(missing)} of {len(self.names)} images are missing, first {image_folder / missing[0]}")
+
+    def __len__(self):
+        return len(self.names)
+
+    def __getstate__(self):
+        return {**self.__dict__, "pixels": None}
+
+    def __getitem__(self, rows_and_flip):
+        rows, _ = rows_and_flip
+        if self.cached:
+            if self.pixels is None:
+                self.pixels = np.load(self.cache, mmap_mode="r", allow_pickle=False)
+            return torch.from_numpy(self.pixels[rows])
+        batch = np.empty((len(rows), self.size, self.size, 3), dtype=np.uint8)
+        for i, row in enumerate(rows):
+            path = self.image_folder / self.names[row]
+            try:
+                batch[i] = decode(path, self.size)
+            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as problem:
+                return f"{path} can't be read: {problem}"
+        return torch.from_numpy(batch)
+
+
+class Features:
+    """With --linear: embeddings of a split's images, plain and flipped, read as Images are."""
+
+    def __init__(self, plain, flipped):
+        self.plain, self.flipped = plain, flipped
+
+    def __getitem__(self, rows_and_flip):
+        rows, flip = rows_and_flip
+        batch = self.plain[rows]
+        if flip is not None:
+            batch[flip] = self.flipped[rows[flip]]
+        return torch.from_numpy(batch)
+
+
+@dataclass
+class Split:
+    images: Images
+    rows: np.ndarray  # this split's rows in its formatted file
+    y: torch.Tensor  # (N, C) full labels, for evaluation and upper bounds
+    z: torch.Tensor | None = None  # (N, C) observed labels, of the training split
+    features: Features | None = None  # with --linear
+
+    def __len__(self):
+        return len(self.rows)
+
+    def fingerprint(self):
+        """Changes when the list of images does, or a file behind it."""
+        source = self.images
+        files = [source.cache] if source.cached else [source.image_folder / source.names[row] for row in self.rows]
+        stats = [f"{stat.st_size} {stat.st_mtime_ns}" for stat in map(os.stat, files)]
+        return hash_names([source.names[row] for row in self.rows] + stats)
+
+
+@dataclass
+class Data:
+    classes: list
+    train: Split
+    val: Split
+    test: Split
+
+
+def load(args, device="cpu"):
+    """The data set of --dataset, its labels on `device`."""
+    folder = find_dataset(args)
+    info = read_json(folder / "dataset.json", "") if (folder / "dataset.json").exists() else {}
+    default_images = folder / "images" if (folder / "images").is_dir() else folder
+    image_folder = folder / info.get("image_folder", default_images.resolve())
+
+    train, test = (Images(folder, image_folder, part, args.image_size) for part in ("train", "val"))
+    y_train = read_labels(folder / "formatted_train_labels.npy", len(train))
+    y_test = read_labels(folder / "formatted_val_labels.npy", len(test))
+    classes = info.get("classes", [f"class {c}" for c in range(y_train.shape[1])])
+    if not len(classes) == y_train.shape[1] == y_test.shape[1]:
+        die(
+            f"{folder}: {len(classes)} class names, {y_train.shape[1]} columns in formatted_train_labels.npy and "
+            f"{y_test.shape[1]} in formatted_val_labels.npy should be one number"
+        )
+
+    z = observed_labels(args, folder, y_train)
+    train_rows, val_rows = split_indices(len(train))
+    tensor = lambda labels: torch.from_numpy(labels).to(device)
+    return Data(
+        classes=classes,
+        train=Split(train, train_rows, tensor(y_train[train_rows]), tensor(z[train_rows])),
+        val=Split(train, val_rows, tensor(y_train[val_rows])),
+        test=Split(test, np.arange(len(test)), tensor(y_test)),
+    )
+
+
+def find_dataset(args):
+    folder = Path(args.dataset) if os.sep in args.dataset else Path(args.data_root) / args.dataset
+    if args.dataset == "scenes":
+        import data_prep  # only here: the other data sets are prepared before
+
+        with rank_zero_first():
+            data_prep.make_scenes(folder)
+    if not (folder / "formatted_train_images.npy").exists():
+        there = sorted(path.parent.name for path in Path(args.data_root).glob("*/formatted_train_images.npy"))
+        die(
+            f"no data set {args.dataset!r} in {folder}: prepare it with data_prep.py, or choose another "
+            f"(scenes needs no preparation; in {args.data_root} there is {', '.join(there) or 'nothing yet'})"
+        )
+    return folder
+
+
+def observed_labels(args, folder, y):
+    """z of the whole train file, as the protocol draws it or as the file says."""
+    if args.known_ratio:
+        return draw_known_positives(y, args.known_ratio)
+    path = folder / "formatted_train_labels_obs.npy"
+    if not path.exists():
+        return draw_single_positives(y)
+    z = read_labels(path, len(y))
+    if z.shape != y.shape:
+        die(f"{path} is {z.shape}, but formatted_train_labels.npy is {y.shape}")
+    crowded, false = np.flatnonzero(z.sum(1) > 1), np.flatnonzero((z > y).any(1))
+    if len(crowded):
+        die(
+            f"{path} has {len(crowded)} rows with more than one observed positive (first: row {crowded[0]}); delete it "
+            "to draw one per image, or say --known_ratio to keep a share of all positives"
+        )
+    if len(false):
+        die(f"{path} observes labels that formatted_train_labels.npy calls negative (first: row {false[0]})")
+    return z
+
+
+def read_array(path, ndim, mmap_mode=None):
+    try:
+        array = np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as problem:
+        die(f"{path} can't be read: {problem}")
+    if array.ndim != ndim or len(array) == 0:
+        die(f"{path} should have {ndim} dimension(s) and at least one row; its shape is {array.shape}")
+    return array
+
+
+def read_labels(path, n):
+    """(n, C) labels of any real dtype, 0 or 1 -> uint8"""
+    labels = read_array(path, ndim=2)
+    if len(labels) != n:
+        die(f"{path} has {len(labels)} rows, but its images file has {n}")
+    wrong = ~np.isin(labels, (0, 1))
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0]
+        die(f"{path} may hold 0 and 1 only; row {row}, column {column} is {labels[row, column]}")
+    return labels.astype(np.uint8)
+
+
+# ---- 3. Model
+
+
+class Classifier(nn.Module):
+    """Backbone, global average pooling, one linear layer. Pixels in 0..1 or, with --linear, their features -> logits"""
+
+    def __init__(self, args, num_classes):
+        super().__init__()
+        self.body, width, mean, std = make_body(args)
+        self.head = nn.Linear(width, num_classes)
+        self.register_buffer("mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(3, 1, 1), persistent=False)
+
+    def features(self, x):
+        return self.body((x - self.mean) / self.std)  # (B, D)
+
+    def forward(self, x):
+        return self.head(x if x.ndim == 2 else self.features(x))
+
+
+def make_body(args):
+    """--backbone and --weights -> (module: normalised pixels -> (B, D), D, mean, std)"""
+    name, pretrained = args.backbone, args.weights == "imagenet" and not args.init_from
+    mean, std = IMAGENET_MEAN, IMAGENET_STD
+    if name == "resnet_small":
+        if pretrained:
+            die("resnet_small has no ImageNet weights: add --weights none")
+        net, width, head = small_resnet(), 128, ()
+    elif name in torchvision.models.list_models(include=["resnet*", "resnext*", "wide_resnet*"]):
+        version = "IMAGENET1K_V1" if pretrained else None  # V2 moves results by more than a point
+        net = from_hub(name, lambda: torchvision.models.get_model(name, weights=version))
+        width, head = net.fc.in_features, "fc."
+        net.fc = nn.Identity()
+    else:
+        import timm  # takes seconds: only for those who need it
+
+        net = make_timm(timm, name, pretrained, args.image_size)
+        config = timm.data.resolve_model_data_config(net)
+        mean, std = config["mean"], config["std"]
+        width, head = net.head_hidden_size, net.pretrained_cfg.get("classifier") or ()
+    if args.weights not in ("imagenet", "none") and not args.init_from:
+        load_body(net, args.weights, head)
+    return net, width, mean, std
+
+
+def small_resnet(width=32):
+    """A ResNet-10 for 64-pixel images on a laptop: 3x3 stem, two stages of two blocks, a map of 8 x 8."""
+
+    def stage(before, after):
+        shortcut = nn.Sequential(nn.Conv2d(before, after, 1, 2, bias=False), nn.BatchNorm2d(after))
+        return nn.Sequential(BasicBlock(before, after, 2, shortcut), BasicBlock(after, after))
+
+    stem = nn.Sequential(nn.Conv2d(3, width, 3, 2, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
+    stages = stage(width, 2 * width), stage(2 * width, 4 * width)
+    return nn.Sequential(stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def make_timm(timm, name, pretrained, image_size):
+    if not timm.is_model(name):
+        near = ", ".join(timm.list_models(f"*{name}*")[:5])
+        die(f"no backbone {name!r} in torchvision's ResNets or timm" + (f"; near it: {near}" if near else ""))
+    config = timm.get_pretrained_cfg(name)
+    size = {"img_size": image_size} if config and config.fixed_input_size else {}
+    return from_hub(name, lambda: timm.create_model(name, pretrained=pretrained, num_classes=0, **size))
+
+
+def from_hub(name, make):
+    try:
+        return make()
+    except (OSError, RuntimeError) as problem:
+        die(
+            f"the pretrained weights of {name} can't be had ({type(problem).__name__}): download them on a machine with "
+            "internet and pass --weights FILE, or start from nothing with --weights none"
+        )
+
+
+def load_body(net, path, head):
+    """A local .pth or .safetensors file into the backbone; the file's own classifier is left out."""
+    state = read_state(path)
+    state = next((state[key] for key in ("state_dict", "model") if isinstance(state.get(key), dict)), state)
+    state = {key: value for key, value in state.items() if not key.startswith(head)}
+    own = {key: value for key, value in net.state_dict().items() if not key.endswith("num_batches_tracked")}
+    problems = {
+        "missing": [key for key in own if key not in state],
+        "unknown": [key for key in state if key not in net.state_dict()],
+        "of another shape": [key for key in own if key in state and state[key].shape != own[key].shape],
+    }
+    if any(problems.values()):
+        listed = "; ".join(f"{len(keys)} {what}: {', '.join(keys[:20])}" for what, keys in problems.items() if keys)
+        die(f"{path} doesn't fit the backbone ({listed})")
+    net.load_state_dict(state, strict=False)
+
+
+def read_state(path):
+    """Tensors of a .pth or .safetensors file, on the CPU, nothing executed."""
+    try:
+        if str(path).endswith(".safetensors"):
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        die(f"there is no file {path}")
+    except Exception as problem:  # truncated archives and foreign pickles raise all sorts
+        die(f"{path} is not a whole file of weights: {str(problem).splitlines()[0]}")
+
+
+def hash_weights(module):
+    digest = hashlib.sha256()
+    for key, value in module.state_dict().items():
+        digest.update(key.encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+# ---- 4. Run
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def wait_for_all():
+    if world() > 1:
+        dist.barrier()
+
+
+@contextmanager
+def rank_zero_first():
+    """What rank 0 makes inside, the others then find."""
+    if rank() > 0:
+        dist.barrier()
+    yield
+    if rank() == 0:
+        wait_for_all()
+
+
+@contextmanager
+def replacing(path):
+    """A temporary path that takes the place of `path` when the block ends well: readers see old or new, never half."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as problem:
+        die(f"{path} can't be written ({problem}); what was there before is intact")
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path, content):
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def make_folder(path):
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        die(f"{path} can't be written: {problem}")
+
+
+def unwrap(thing):
+    return thing.module if isinstance(thing, nn.parallel.DistributedDataParallel) else thing
+
+
+def ignore_ctrl_c(_):
+    """Of the processes that Ctrl-C reaches, only the main one speaks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class Run:
+    """The plumbing around a script's loop: device, precision, processes, directory, log, checkpoints, evaluation."""
+
+    def __init__(self, args, script):
+        self.args, self.method = args, Path(script).stem
+        self.device = self.join_processes(args.device)
+        self.dtype = self.choose_precision(args.amp)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+        if args.batch_size < world():
+            die(f"--batch_size {args.batch_size} can't be shared by {world()} processes")
+        self.epoch, self.steps, self.finished = 0, 0, False
+        self.rows, self.best = [], {"epoch": 0, "val_mAP": -1.0}  # a row of metrics per epoch
+        self.directory = self.open_directory(script)
+        self.board = self.open_tensorboard() if args.tensorboard and rank() == 0 else None
+        signal.signal(signal.SIGINT, self.interrupted)
+        torch.manual_seed(args.seed)
+
+    # -- where it runs
+
+    def join_processes(self, name):
+        """Joins the other processes under torchrun; -> this process's device"""
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            device = torch.device(name)
+        except RuntimeError as problem:
+            die(f"--device {name}: {str(problem).splitlines()[0]}")
+        if device.type == "cuda" and not torch.cuda.is_available():
+            die(f"--device {name}: torch sees no CUDA device here; use --device cpu")
+        if "WORLD_SIZE" in os.environ and not dist.is_initialized():
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        if device.type == "cuda":
+            device = torch.device("cuda", device.index if world() == 1 else int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+            torch.backends.cudnn.benchmark = True
+            torch.set_float32_matmul_precision("high")
+        return device
+
+    def choose_precision(self, amp):
+        """--amp -> the dtype of autocast, None for full precision"""
+        if amp == "auto":
+            amp = "off" if self.device.type != "cuda" else "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+        if amp == "fp16" and self.device.type != "cuda":
+            die("--amp fp16 needs CUDA: on a CPU use bf16 or off")
+        return {"bf16": torch.bfloat16, "fp16": torch.float16, "off": None}[amp]
+
+    def autocast(self):
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None)
+
+    def open_directory(self, script):
+        """The directory of --resume or --eval_only, or a new one: <out>/<dataset>-<method>-s<seed>-<time>"""
+        args = self.args
+        if args.resume or args.eval_only:
+            directory = Path(args.resume or args.eval_only)
+            made_by = read_json(directory / "config.json", f"{directory} is not a run")["method"]
+            if made_by != self.method:
+                die(f"{directory} was made by {made_by}.py: give it to that script")
+            return directory
+        chosen = [None]
+        if rank() == 0:
+            name = f"{Path(args.dataset).name}-{self.method}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+            make_folder(Path(args.out))
+            for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
+                directory = Path(args.out) / (name + suffix)
+                try:
+                    directory.mkdir()
+                    break
+                except FileExistsError:
+                    continue
+                except OSError as problem:
+                    die(f"--out {args.out} can't be written: {problem}")
+            self.describe(directory, script)
+            chosen = [str(directory)]
+        if world() > 1:
+            dist.broadcast_object_list(chosen)
+        return Path(chosen[0])
+
+    def describe(self, directory, script):
+        def git(*words):
+            command = ["git", "-C", str(Path(script).resolve().parent), *words]
+            try:
+                return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+            except OSError:  # no git on this machine
+                return ""
+
+        shutil.copy(script, directory / "script.py")
+        config = {
+            "method": self.method,
+            "settings": asdict(self.args),
+            "command": " ".join(["python", *sys.argv]),
+            "commit": git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "-uno") else ""),
+            "versions": {
+                "python": platform.python_version(),
+                **{m.__name__: m.__version__ for m in (torch, torchvision)},
+            },
+            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
+            "processes": world(),
+        }
+        write_json(directory / "config.json", config)
+        print(
+            f"{directory}: {self.method} on {self.args.dataset}, {self.device}, amp {self.dtype or 'off'}", flush=True
+        )
+
+    def open_tensorboard(self):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            die("--tensorboard needs one more package: pip install tensorboard")
+        return SummaryWriter(self.directory)
+
+    def interrupted(self, *_):
+        if rank() == 0:
+            print(f"\nstopped; go on with: python {self.method}.py --resume {self.directory}", file=sys.stderr)
+        sys.exit(130)
+
+    def progress(self, items, what, **more):
+        hidden = rank() > 0 or not sys.stderr.isatty()
+        return tqdm(items, desc=what, leave=False, disable=hidden, dynamic_ncols=True, **more)
+
+    # -- model and batches
+
+    def prepare(self, model, data):
+        """The model on its device, ready to train; with --linear also the data, embedded by its frozen backbone."""
+        self.data = data
+        if self.args.init_from:
+            load_run(model, self.args.init_from)
+        model = model.to(self.device, memory_format=torch.channels_last)
+        if self.args.linear:
+            self.embed_features(model, data)
+        if self.args.compile:
+            model.compile()
+        if world() == 1:
+            return model
+        devices = [self.device] if self.device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(model, device_ids=devices)
+
+    def embed_features(self, model, data):
+        model.eval().body.requires_grad_(False)
+        key = {"backbone": self.args.backbone, "weights": hash_weights(model.body), "size": self.args.image_size}
+        key |= {"mean": model.mean.flatten().tolist(), "std": model.std.flatten().tolist(), "amp": str(self.dtype)}
+        flipped = self.embed(lambda x: model.features(x.flip(3)), data.train, {**key, "flip": True}, "train, flipped")
+        for name in ("train", "val", "test"):
+            split = getattr(data, name)
+            plain = self.embed(model.features, split, key, name)
+            split.features = Features(plain, flipped if name == "train" else None)
+
+    @torch.inference_mode()
+    def embed(self, encode, split, key, what):
+        """encode(x) of every image of a split, computed once and kept on disk -> float32 (N, D), memory-mapped.
+
+        The folder's name is a hash of `key` (all that decides the values) and of the images. Chunks are files of their
+        own: a killed run leaves whole ones, and processes that start at once, or the ranks of one run, share the work.
+        """
+        key = json.dumps({**key, "images": split.fingerprint()}, sort_keys=True)
+        folder = Path(self.args.data_root) / "embeddings" / hashlib.sha256(key.encode()).hexdigest()[:16]
+        whole = folder / "all.npy"
+        if not whole.exists():
+            make_folder(folder)
+            chunks = np.split(np.arange(len(split)), range(8 * EVAL_BATCH, len(split), 8 * EVAL_BATCH))
+            parts = [folder / f"{chunk[0]:09d}.npy" for chunk in chunks]
+            mine = [(part, chunk) for part, chunk in zip(parts, chunks)][rank() :: world()]
+            total = sum(len(chunk) for _, chunk in mine)
+            with self.progress(None, f"embedding {what}", unit="img", total=total) as bar:
+                for part, chunk in mine:
+                    if not part.exists():
+                        items = [(idx, None) for idx in np.split(chunk, range(EVAL_BATCH, len(chunk), EVAL_BATCH))]
+                        with self.autocast():
+                            embedded = [encode(x).float().cpu() for x in self.pixels(split, items)]
+                        with replacing(part) as temporary, open(temporary, "wb") as file:
+                            np.save(file, torch.cat(embedded).numpy())
+                    bar.update(len(chunk))
+            wait_for_all()
+            if rank() == 0:
+                join_parts(parts, whole)
+        wait_for_all()
+        return np.load(whole, mmap_mode="r", allow_pickle=False)
+
+    def loader(self, split, items):
+        """Raw batches of a split, read ahead by worker processes; `items` are (rows of the split, flip or None)."""
+        cuda, workers = self.device.type == "cuda", self.args.workers
+        if split.features:
+            source, workers = split.features, 0
+        else:
+            source, items = split.images, [(split.rows[idx], flip) for idx, flip in items]
+            if workers < 0:
+                workers = (2 if cuda else 0) if source.cached else min(8, os.cpu_count() or 1)
+        more = {"num_workers": workers, "pin_memory": cuda, "worker_init_fn": ignore_ctrl_c}
+        return DataLoader(source, sampler=items, batch_size=None, **more)
+
+    def pixels(self, split, items):
+        """Batches on the device: float (B, 3, H, W) in 0..1, channels last; or the features (B, D) of --linear."""
+        for batch in self.loader(split, items):
+            if isinstance(batch, str):
+                die(batch)
+            batch = batch.to(self.device, non_blocking=True)
+            yield batch.permute(0, 3, 1, 2).float() / 255 if batch.ndim == 4 else batch
+
+    def batches(self, split):
+        """One epoch of (x, z, idx), this process's share of every batch; order and flips come from (seed, epoch)."""
+        n, size = len(split), self.args.batch_size
+        chance = torch.Generator().manual_seed(self.args.seed * 10007 + self.epoch)
+        order = torch.randperm(n, generator=chance)
+        flip = (torch.rand(n, generator=chance) < 0.5)[order]
+        starts = [start for start in range(0, n, size) if n - start >= world()]  # every process needs an image
+        if self.args.max_steps:
+            starts = starts[: self.args.max_steps - self.steps]
+        stops = [min(start + size, n) for start in starts]
+        shares = [slice(start + rank(), stop, world()) for start, stop in zip(starts, stops)]
+        items = [(order[share].numpy(), flip[share].numpy()) for share in shares]
+        order, flip = order.to(self.device), flip.to(self.device)
+        self.seen, self.started = sum(stops) - sum(starts), time.perf_counter()
+        batches = zip(starts, stops, shares, self.pixels(split, items))
+        for start, stop, share, x in self.progress(batches, f"epoch {self.epoch}/{self.args.epochs}", total=len(items)):
+            if x.ndim == 4:
+                x = torch.where(flip[share].view(-1, 1, 1, 1), x.flip(3), x)
+            self.idx, self.weight = order[share], len(x) * world() / (stop - start)
+            yield x, split.z[self.idx], self.idx
+
+    def step(self, loss, optimizer):
+        """Backward and a step. Unequal shares of a batch are weighed so that the processes' mean is the batch's."""
+        self.scaler.scale(loss * self.weight).backward()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        optimizer.zero_grad()
+        self.steps += 1
+        self.losses.append((loss.detach(), self.idx))
+        if len(self.losses) % CHECK_EVERY == 0:
+            self.check_losses()
+
+    def check_losses(self):
+        """Stops at a loss that is not finite."""
+        new = self.losses[self.checked :]
+        bad = [i for i, loss in enumerate(torch.stack([loss for loss, _ in new]).tolist()) if not math.isfinite(loss)]
+        if bad:
+            loss, idx = new[bad[0]]
+            die(
+                f"the loss is {loss.item()} in epoch {self.epoch}, step {self.checked + bad[0] + 1} (training rows "
+                f"{', '.join(map(str, idx.tolist()))}); {self.directory} keeps the epoch before: try a lower --lr or --amp off"
+            )
+        self.checked = len(self.losses)
+
+    def log(self, **values):
+        """Values of a step, whose mean goes into the epoch's row, or of the epoch. Doesn't wait for the device."""
+        for name, value in values.items():
+            self.logged.setdefault(name, []).append(value.detach() if torch.is_tensor(value) else torch.tensor(value))
+
+    def mean_logs(self):
+        means = {name: torch.stack(values).float().mean().to(self.device) for name, values in self.logged.items()}
+        for name in sorted(means):
+            if world() > 1:
+                dist.all_reduce(means[name])
+        return {name: mean.item() / world() for name, mean in means.items()}
+
+    @torch.inference_mode()
+    def predict(self, model, split):
+        """Logits (N, C) of a split's plain images, in the split's order, on every process."""
+        model = unwrap(model).eval()
+        if world() > 1:
+            for buffer in model.buffers():  # running statistics: rank 0's, as in its checkpoint
+                dist.broadcast(buffer, 0)
+        mine = np.arange(len(split))[rank() :: world()]
+        items = [(idx, None) for idx in np.split(mine, range(EVAL_BATCH, len(mine), EVAL_BATCH))]
+        logits = torch.zeros(-(-len(split) // world()), split.y.shape[1], device=self.device)
+        done = 0
+        for x in self.progress(self.pixels(split, items), "evaluating", total=len(items)):
+            with self.autocast():
+                logits[done : done + len(x)] = model(x)
+            done += len(x)
+        if world() > 1:
+            everyone = [torch.empty_like(logits) for _ in range(world())]
+            dist.all_gather(everyone, logits)
+            logits = torch.stack(everyone, 1).flatten(0, 1)[: len(split)]
+        return logits
+
+    # -- epochs
+
+    def epochs(self, **state):
+        """Numbers of the epochs to train. `state` (modules, optimizers, tensors) is what a checkpoint carries."""
+        self.state = state
+        if self.args.eval_only:
+            return self.evaluate_best(state["model"])
+        if self.args.resume:
+            self.restore()
+        while not self.finished:
+            self.epoch += 1
+            self.losses, self.checked, self.logged = [], 0, {}
+            self.epoch_started = time.perf_counter()
+            torch.manual_seed(self.args.seed * 10007 + self.epoch * world() + rank())  # dropout and the like
+            for thing in state.values():
+                if isinstance(thing, nn.Module):
+                    thing.train()
+            yield self.epoch
+            self.finished = self.finished or self.epoch >= self.args.epochs
+        self.report()
+
+    def evaluate(self, model, data):
+        """Ends an epoch: validation mAP, test mAP where it is to be reported, a row of metrics, checkpoints."""
+        self.check_losses()
+        row = {"epoch": self.epoch, **self.mean_logs()}
+        images_per_s = self.seen / (time.perf_counter() - self.started)
+        row["val_mAP"] = mean_average_precision(self.predict(model, data.val), data.val.y)
+        better = row["val_mAP"] > self.best["val_mAP"]
+        out_of_patience = not better and 0 <= self.args.patience < self.epoch - self.best["epoch"]
+        out_of_steps = 0 < self.args.max_steps <= self.steps
+        self.finished = self.epoch >= self.args.epochs or out_of_patience or out_of_steps
+        row["test_mAP"] = math.nan
+        if better or self.finished:
+            logits = self.predict(model, data.test)
+            row["test_mAP"] = mean_average_precision(logits, data.test.y)
+        if better:
+            self.best = {name: row[name] for name in ("epoch", "val_mAP", "test_mAP")}
+            self.best["test_F1"] = f1_scores(logits.sigmoid(), data.test.y)
+            self.best["test_AP"] = dict(zip(data.classes, average_precision(logits, data.test.y).tolist()))
+        row |= {"images_per_s": images_per_s, "seconds": time.perf_counter() - self.epoch_started}
+        self.rows.append(row)
+        if rank() == 0:
+            self.save(better)
+            self.show(row, better)
+
+    def show(self, row, better):
+        if self.board:
+            for name, value in row.items():
+                self.board.add_scalar(name, value, self.epoch)
+        shown = [name for name in row if name not in ("epoch", "seconds", "images_per_s") and not math.isnan(row[name])]
+        values = "  ".join(f"{name} {row[name]:{'.2f' if 'mAP' in name else '.4g'}}" for name in shown)
+        speed = f"{row['seconds']:.1f} s  {row['images_per_s']:.0f} img/s"
+        print(f"epoch {self.epoch:>2}/{self.args.epochs}  {values}{' *' if better else ''}  {speed}", flush=True)
+
+    # -- what a run leaves
+
+    def save(self, better):
+        if better:
+            weights = unwrap(self.state["model"]).state_dict()
+            self.write_tensors("best.pt", {"model": weights, "classes": self.data.classes, **self.best})
+        names = ("epoch", "steps", "finished", "rows", "best")
+        last = {"run": {name: getattr(self, name) for name in names}, "scaler": self.scaler.state_dict()}
+        for name, thing in self.state.items():
+            last[name] = thing if torch.is_tensor(thing) else unwrap(thing).state_dict()
+        self.write_tensors("last.pt", last)
+        self.write_metrics()
+
+    def restore(self):
+        path = self.directory / "last.pt"
+        if not path.exists():  # stopped in its first epoch
+            return
+        last = read_state(path)
+        for name, thing in self.state.items():
+            if torch.is_tensor(thing):
+                thing.copy_(last[name])
+            else:
+                unwrap(thing).load_state_dict(last[name])
+        self.scaler.load_state_dict(last["scaler"])
+        for name, value in last["run"].items():
+            setattr(self, name, value)
+        if rank() == 0:
+            self.write_metrics()  # in case it was stopped between the two
+            print(
+                f"{self.directory}: {'finished' if self.finished else 'going on'} after epoch {self.epoch}", flush=True
+            )
+
+    def write_tensors(self, name, content):
+        with replacing(self.directory / name) as temporary:
+            torch.save(content, temporary)
+
+    def write_metrics(self):
+        names = list(dict.fromkeys(name for row in self.rows for name in row))
+        with replacing(self.directory / "metrics.csv") as temporary, open(temporary, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(names)
+            for row in self.rows:
+                values = [row.get(name, math.nan) for name in names]
+                writer.writerow(["" if math.isnan(value) else value for value in values])
+
+    def report(self):
+        """result.json, curve.png and the last line of a run"""
+        if rank() > 0:
+            return
+        last = self.rows[-1]
+        empty = [name for name, n in zip(self.data.classes, self.data.test.y.sum(0).tolist()) if n == 0]
+        result = {"best_epoch": self.best["epoch"], **{k: v for k, v in self.best.items() if k != "epoch"}}
+        result |= {"last_epoch": last["epoch"], "last_test_mAP": last["test_mAP"]}
+        result |= {"classes_without_test_positives": empty, "seconds": sum(row["seconds"] for row in self.rows)}
+        write_json(self.directory / "result.json", result)
+        plot_curve(self.rows, self.best["epoch"], self.directory / "curve.png")
+        if empty:
+            print(f"{len(empty)} classes have no positive in the test set and count as AP 0: {', '.join(empty)}")
+        print(
+            f"best epoch {self.best['epoch']}: val mAP {self.best['val_mAP']:.2f}, test mAP {self.best['test_mAP']:.2f} "
+            f"(last epoch {last['test_mAP']:.2f}); {self.directory}/curve.png",
+            flush=True,
+        )
+
+    def evaluate_best(self, model):
+        load_run(unwrap(model), self.directory)
+        val, test = (mean_average_precision(self.predict(model, s), s.y) for s in (self.data.val, self.data.test))
+        if rank() == 0:
+            print(f"{self.directory}: val mAP {val:.2f}, test mAP {test:.2f}")
+
+
+def join_parts(parts, whole):
+    """Chunks of an embedding -> one file. Another process may do the same at the same time."""
+    try:
+        arrays = [np.load(part, mmap_mode="r", allow_pickle=False) for part in parts]
+        with replacing(whole) as temporary:
+            shape = sum(map(len, arrays)), arrays[0].shape[1]
+            np.concatenate(arrays, out=np.lib.format.open_memmap(temporary, "w+", np.float32, shape))
+    except FileNotFoundError:
+        if not whole.exists():  # else the other one was first, and has tidied up
+            raise
+    for part in parts:
+        part.unlink(missing_ok=True)
+
+
+def load_run(model, run):
+    """best.pt of a run directory into a model of the same make."""
+    path = Path(run) / "best.pt"
+    if not path.exists():
+        die(f"{run} has no best.pt: it is not a run, or was stopped in its first epoch")
+    state = read_state(path)["model"]
+    if {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in model.state_dict().items()}:
+        die(f"{path} is of another --backbone or has another number of classes")
+    model.load_state_dict(state)
+
+
+def plot_curve(rows, best_epoch, path):
+    """The losses, the mAPs, and a panel for each other column of the metrics."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    columns = [name for name in rows[-1] if name not in ("epoch", "seconds", "images_per_s")]
+    panels = {"loss": [name for name in columns if name.startswith("loss")], "mAP": ["val_mAP", "test_mAP"]}
+    panels |= {name: [name] for name in columns if name not in panels["loss"] + panels["mAP"]}
+    wide = min(3, len(panels))
+    high = -(-len(panels) // wide)
+    figure, axes = plt.subplots(high, wide, figsize=(4.2 * wide, 3 * high), squeeze=False, layout="constrained")
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    for axis, (title, names) in zip(axes.flat, panels.items()):
+        for name in names:
+            points = [(row["epoch"], row[name]) for row in rows if not math.isnan(row.get(name, math.nan))]
+            axis.plot(*zip(*points), marker="o", markersize=3, label=name)
+        axis.axvline(best_epoch, color="grey", linestyle=":", linewidth=1, label="best epoch")
+        axis.set(title=title, xlabel="epoch")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.grid(alpha=0.3)
+    axes.flat[1].legend(frameon=False)
+    figure.suptitle(path.parent.name, fontsize=9, color="grey")
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")
+    plt.close(figure)
+
+
+# ---- 5. Metrics
+
+
+def average_precision(scores, y):
+    """(N, C) scores and labels -> (C,) float64 in 0..1, not interpolated, as scikit-learn's average_precision_score:
+    the sum over distinct thresholds of (recall gained) * precision. Without positives: 0."""
+    scores, y = torch.as_tensor(scores).detach(), torch.as_tensor(y)
+    if scores.shape != y.shape or scores.ndim != 2:
+        raise ValueError(f"scores {tuple(scores.shape)} and labels {tuple(y.shape)} should be one (N, C)")
+    if torch.isnan(scores).any():
+        raise ValueError("scores hold NaN: there is no ranking to measure")
+    ranked, order = scores.T.contiguous().sort(dim=1, descending=True)  # (C, N)
+    hits = (y.T.to(ranked.device) == 1).gather(1, order).cumsum(1, dtype=torch.int32)
+    ends = torch.ones_like(ranked, dtype=torch.bool)  # the last of every run of equal scores: a threshold
+    ends[:, :-1] = ranked[:, 1:] != ranked[:, :-1]
+    before = torch.zeros_like(hits)  # hits at the threshold before
+    before[:, 1:] = torch.where(ends, hits, 0).cummax(1).values[:, :-1]
+    places = torch.arange(1, ranked.shape[1] + 1, device=ranked.device, dtype=torch.float64)
+    gained = torch.where(ends, hits - before, 0)
+    return (gained * (hits / places)).sum(1) / hits[:, -1].clamp(min=1)
+
+
+def mean_average_precision(scores, y):
+    """mAP in 0..100: the mean of average_precision over all classes, those without positives included as 0."""
+    return 100 * average_precision(scores, y).mean().item()
+
+
+def f1_scores(scores, y, threshold=0.5):
+    """Overall and per-class precision, recall and F1, 0..100; positive iff score >= threshold, 0/0 is 0."""
+    guess, truth = torch.as_tensor(scores) >= threshold, torch.as_tensor(y) == 1
+    hits, guesses, truths = ((t.sum(0).double()).cpu() for t in (guess & truth, guess, truth))
+    ratio = lambda a, b: a / b.clamp(min=1)
+    harmonic = lambda a, b: 2 * a * b / (a + b) if a + b else 0.0
+    op, recall = ratio(hits.sum(), guesses.sum()).item(), ratio(hits.sum(), truths.sum()).item()
+    cp, cr = ratio(hits, guesses).mean().item(), ratio(hits, truths).mean().item()
+    values = {"OP": op, "OR": recall, "OF1": harmonic(op, recall), "CP": cp, "CR": cr, "CF1": harmonic(cp, cr)}
+    return {name: 100 * value for name, value in values.items()}
