@@ -89,7 +89,7 @@ def baseline_loss(logits, z, y, args):
             other = ((expected - args.epr_positives) / logits.shape[1]) ** 2
             return (positive * (z == 1)).mean() + other
         case "bce_full":
-            return F.binary_cross_entropy_with_logits(logits, y.float())
+            return an_loss(logits, y)
         case "bce_1p_alln":  # the positives that were not observed cost nothing
             other = other * (y == 0)
     return torch.where(z == 1, positive, other).mean()

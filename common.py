@@ -81,7 +81,7 @@ def parse(args_class, presets, argv=None):
     if earlier:
         start = read_run_settings(args_class, earlier)
     else:
-        start = args_class(dataset=first.dataset, **presets.get(first.dataset, {}))
+        start = args_class(dataset=first.dataset, **presets.get(Path(first.dataset).name, {}))
     args = tyro.cli(args_class, args=argv, default=start, use_underscores=True)
     if earlier:
         changed = [f.name for f in fields(args) if getattr(args, f.name) != getattr(start, f.name)]
@@ -264,6 +264,8 @@ def load(args, device="cpu"):
 
     z = observed_labels(args, folder, y_train)
     train_rows, val_rows = split_indices(len(train))
+    if not len(val_rows):
+        die(f"{folder} has only {len(train)} training images: the split for validation needs three or more")
     tensor = lambda labels: torch.from_numpy(labels).to(device)
     return Data(
         classes=classes,
@@ -278,8 +280,9 @@ def find_dataset(args):
     if args.dataset == "scenes":
         import data_prep  # only here: the other data sets are prepared before
 
-        with rank_zero_first():
+        if rank() == 0:
             data_prep.make_scenes(folder)
+        wait_for_all()
     if not (folder / "formatted_train_images.npy").exists():
         there = sorted(path.parent.name for path in Path(args.data_root).glob("*/formatted_train_images.npy"))
         die(
@@ -366,11 +369,7 @@ def make_body(args):
         width, head = net.fc.in_features, "fc."
         net.fc = nn.Identity()
     else:
-        import timm  # takes seconds: only for those who need it
-
-        net = make_timm(timm, name, pretrained, args.image_size)
-        config = timm.data.resolve_model_data_config(net)
-        mean, std = config["mean"], config["std"]
+        net, mean, std = make_timm(name, pretrained, args.image_size)
         width, head = net.head_hidden_size, net.pretrained_cfg.get("classifier") or ()
     if args.weights not in ("imagenet", "none") and not args.init_from:
         load_body(net, args.weights, head)
@@ -389,13 +388,17 @@ def small_resnet(width=32):
     return nn.Sequential(stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
-def make_timm(timm, name, pretrained, image_size):
+def make_timm(name, pretrained, image_size):
+    import timm  # takes seconds: only for those who need it
+
     if not timm.is_model(name):
         near = ", ".join(timm.list_models(f"*{name}*")[:5])
         die(f"no backbone {name!r} in torchvision's ResNets or timm" + (f"; near it: {near}" if near else ""))
     config = timm.get_pretrained_cfg(name)
     size = {"img_size": image_size} if config and config.fixed_input_size else {}
-    return from_hub(name, lambda: timm.create_model(name, pretrained=pretrained, num_classes=0, **size))
+    net = from_hub(name, lambda: timm.create_model(name, pretrained=pretrained, num_classes=0, **size))
+    config = timm.data.resolve_model_data_config(net)
+    return net, config["mean"], config["std"]
 
 
 def from_hub(name, make):
@@ -464,16 +467,6 @@ def wait_for_all():
 
 
 @contextmanager
-def rank_zero_first():
-    """What rank 0 makes inside, the others then find."""
-    if rank() > 0:
-        dist.barrier()
-    yield
-    if rank() == 0:
-        wait_for_all()
-
-
-@contextmanager
 def replacing(path):
     """A temporary path that takes the place of `path` when the block ends well: readers see old or new, never half."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -509,6 +502,8 @@ def ignore_ctrl_c(_):
 
 class Run:
     """The plumbing around a script's loop: device, precision, processes, directory, log, checkpoints, evaluation."""
+
+    stopping = False  # by Ctrl-C
 
     def __init__(self, args, script):
         self.args, self.method = args, Path(script).stem
@@ -567,17 +562,10 @@ class Run:
             return directory
         chosen = [None]
         if rank() == 0:
-            name = f"{Path(args.dataset).name}-{self.method}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-            make_folder(Path(args.out))
-            for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
-                directory = Path(args.out) / (name + suffix)
-                try:
-                    directory.mkdir()
-                    break
-                except FileExistsError:
-                    continue
-                except OSError as problem:
-                    die(f"--out {args.out} can't be written: {problem}")
+            name = f"{Path(args.dataset).name}-{self.method}-s{args.seed}"
+            while (directory := Path(args.out) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}").exists():
+                time.sleep(0.2)  # another run started in this second
+            make_folder(directory)
             self.describe(directory, script)
             chosen = [str(directory)]
         if world() > 1:
@@ -618,9 +606,9 @@ class Run:
         return SummaryWriter(self.directory)
 
     def interrupted(self, *_):
-        if rank() == 0:
-            print(f"\nstopped; go on with: python {self.method}.py --resume {self.directory}", file=sys.stderr)
-        sys.exit(130)
+        """Ctrl-C: stops at the next batch, where nothing is half-done; a second one stops at once."""
+        self.stopping = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def progress(self, items, what, **more):
         hidden = rank() > 0 or not sys.stderr.isatty()
@@ -699,6 +687,10 @@ class Run:
     def pixels(self, split, items):
         """Batches on the device: float (B, 3, H, W) in 0..1, channels last; or the features (B, D) of --linear."""
         for batch in self.loader(split, items):
+            if self.stopping:
+                if rank() == 0:
+                    print(f"\nstopped; go on with: python {self.method}.py --resume {self.directory}", file=sys.stderr)
+                sys.exit(130)
             if isinstance(batch, str):
                 die(batch)
             batch = batch.to(self.device, non_blocking=True)
@@ -732,21 +724,20 @@ class Run:
         self.scaler.update()
         optimizer.zero_grad()
         self.steps += 1
-        self.losses.append((loss.detach(), self.idx))
-        if len(self.losses) % CHECK_EVERY == 0:
+        self.unchecked.append((self.steps, loss.detach(), self.idx))
+        if len(self.unchecked) == CHECK_EVERY:
             self.check_losses()
 
     def check_losses(self):
-        """Stops at a loss that is not finite."""
-        new = self.losses[self.checked :]
-        bad = [i for i, loss in enumerate(torch.stack([loss for loss, _ in new]).tolist()) if not math.isfinite(loss)]
-        if bad:
-            loss, idx = new[bad[0]]
-            die(
-                f"the loss is {loss.item()} in epoch {self.epoch}, step {self.checked + bad[0] + 1} (training rows "
-                f"{', '.join(map(str, idx.tolist()))}); {self.directory} keeps the epoch before: try a lower --lr or --amp off"
-            )
-        self.checked = len(self.losses)
+        """Stops at a loss that is not finite. Not called every step, for it waits for the device."""
+        for step, loss, idx in self.unchecked:
+            if not math.isfinite(loss):
+                rows = ", ".join(map(str, idx.tolist()))
+                die(
+                    f"the loss is {loss.item()} in epoch {self.epoch}, step {step} (training rows {rows}); "
+                    f"{self.directory} keeps the epoch before: try a lower --lr or --amp off"
+                )
+        self.unchecked = []
 
     def log(self, **values):
         """Values of a step, whose mean goes into the epoch's row, or of the epoch. Doesn't wait for the device."""
@@ -792,7 +783,7 @@ class Run:
             self.restore()
         while not self.finished:
             self.epoch += 1
-            self.losses, self.checked, self.logged = [], 0, {}
+            self.unchecked, self.logged = [], {}
             self.epoch_started = time.perf_counter()
             torch.manual_seed(self.args.seed * 10007 + self.epoch * world() + rank())  # dropout and the like
             for thing in state.values():

@@ -171,6 +171,8 @@ def make_scenes(folder):
     info = folder / "dataset.json"
     if info.exists() and common.read_json(info, "")["version"] == SCENES_VERSION:
         return
+    if folder.exists() and not info.exists():
+        common.die(f"{folder} exists but holds no scenes: move it away or choose another --data_root")
     building = folder.with_name(f".{folder.name}.{os.getpid()}")
     common.make_folder(building)
     total = sum(SCENES_SIZE.values())
@@ -194,8 +196,6 @@ def make_scenes(folder):
             (building / f"cache_{part}_{SIDE}.json").write_text(json.dumps(made_for))
     content = {"name": "scenes", "version": SCENES_VERSION, "classes": CLASSES, "image_folder": "images"}
     (building / "dataset.json").write_text(json.dumps(content, indent=1))
-    if folder.exists() and not info.exists():
-        common.die(f"{folder} exists but holds no scenes: move it away or choose another --data_root")
     shutil.rmtree(folder, ignore_errors=True)
     try:
         building.rename(folder)

@@ -1,0 +1,83 @@
+"""A tiny data set, and ways to run a script as a user does."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+COLOURS = {"red": (230, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 230), "white": (250, 250, 250)}
+SMALL = ("--backbone", "resnet_small", "--weights", "none", "--image_size", "32", "--batch_size", "8", "--lr", "3e-3")
+
+
+def write_dataset(folder, n_train=60, n_test=40, seed=0):
+    """Grey noise with one to three coloured squares; the colours are the labels. Images of odd sizes, in files."""
+    rs = np.random.RandomState(seed)
+    (folder / "images").mkdir(parents=True)
+    for part, n in (("train", n_train), ("val", n_test)):
+        y = np.zeros((n, len(COLOURS)), dtype=np.int64)
+        names = np.array([f"{part}_{i}.png" for i in range(n)])
+        for i in range(n):
+            y[i, rs.permutation(len(COLOURS))[: rs.randint(1, 4)]] = 1
+            pixels = rs.randint(60, 120, (41, 57, 3)).astype(np.uint8)
+            cells = rs.permutation(6)
+            for cell, colour in zip(cells, np.array(list(COLOURS.values()))[y[i] == 1]):
+                top, left = cell // 3 * 20, cell % 3 * 19
+                pixels[top + 2 : top + 18, left + 2 : left + 17] = colour
+            Image.fromarray(pixels).save(folder / "images" / names[i])
+        np.save(folder / f"formatted_{part}_images.npy", names)
+        np.save(folder / f"formatted_{part}_labels.npy", y)
+    (folder / "dataset.json").write_text(json.dumps({"classes": list(COLOURS), "image_folder": "images"}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def squares(tmp_path_factory):
+    """--dataset of the tiny data set; nobody changes it"""
+    return str(write_dataset(tmp_path_factory.mktemp("squares") / "squares"))
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def script(workplace, monkeypatch, capsys):
+    """script("an.py", "--epochs", "1") runs the script's own __main__ in this process; -> what it printed"""
+
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        capsys.readouterr()
+        runpy.run_path(str(ROOT / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def start(*command, cwd, **more):
+    """A process of its own, for what must be killed or must share"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+    command = [sys.executable, *map(str, command)]
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process, code=0):
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == code, out + err
+    return out + err
+
+
+def only_run(folder):
+    (run,) = (folder / "runs").iterdir()
+    return run

@@ -1,0 +1,366 @@
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import average_precision_score, f1_score, precision_score, recall_score
+
+import an
+import common
+
+# ---- protocol
+
+
+def test_split_fingerprints():
+    for n, n_val, first in (
+        (5717, 1143, [5, 6, 11, 15, 22, 23, 29, 34]),
+        (82081, 16416, [3, 4, 34, 37, 48, 64, 69, 76]),
+        (150000, 30000, [2, 4, 5, 7, 9, 11, 12, 19]),
+    ):
+        train, val = common.split_indices(n)
+        assert val[:8].tolist() == first
+        assert len(val) == n_val
+        assert train.dtype == val.dtype == np.int64
+        assert np.array_equal(np.sort(np.concatenate([train, val])), np.arange(n))
+
+
+def test_single_positive_fingerprint():
+    y = np.array([[int(bit) for bit in row] for row in "10101 01010 11111 00010 10001 01101".split()])
+    for labels in (y, y.astype(np.float64), torch.tensor(y)):
+        z = common.draw_single_positives(labels)
+        assert z.dtype == np.uint8
+        assert z.argmax(1).tolist() == [0, 3, 3, 3, 0, 4]
+        assert z.sum(1).tolist() == [1] * 6
+
+
+def test_single_positive_of_an_empty_row_is_empty():
+    z = common.draw_single_positives(np.array([[0, 0, 0], [0, 1, 0]]))
+    assert z.tolist() == [[0, 0, 0], [0, 1, 0]]
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.37, 0.5, 1.0])
+def test_known_positives_keep_their_share_and_no_negative(ratio):
+    y = (np.random.RandomState(3).random_sample((200, 9)) < 0.3).astype(np.int64)
+    z = common.draw_known_positives(y, ratio)
+    assert (z <= y).all()
+    assert z.sum() == round(ratio * y.sum())
+    assert np.array_equal(z, common.draw_known_positives(y, ratio))
+
+
+# ---- metrics
+
+
+def sklearn_ap(scores, y):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns of classes without positives and returns 0
+        return [average_precision_score(y[:, c], scores[:, c]) for c in range(y.shape[1])]
+
+
+def test_average_precision_by_hand():
+    scores = np.array([[0.9], [0.8], [0.8], [0.1]])
+    y = np.array([[1], [0], [1], [1]])
+    # thresholds 0.9: precision 1, recall 1/3; 0.8: 2/3, 2/3; 0.1: 3/4, 1
+    assert common.average_precision(scores, y).tolist() == pytest.approx([(1 + 2 / 3 + 3 / 4) / 3], abs=1e-12)
+    assert common.mean_average_precision(scores, y) == pytest.approx(100 * (1 + 2 / 3 + 3 / 4) / 3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 60), st.integers(1, 5), st.sampled_from([2, 5, 1000]), st.floats(0, 1), st.integers(0, 10**6))
+def test_average_precision_equals_scikit_learn(n, classes, levels, share, seed):
+    rs = np.random.RandomState(seed)
+    scores = rs.randint(-levels, levels, (n, classes)) / 7  # few levels: many ties
+    y = (rs.random_sample((n, classes)) < share).astype(np.int64)
+    assert common.average_precision(scores, y).tolist() == pytest.approx(sklearn_ap(scores, y), abs=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+def test_average_precision_of_many_rows(dtype):
+    rs = np.random.RandomState(0)
+    y = (rs.random_sample((20000, 6)) < [0.5, 0.1, 0.01, 0.001, 0, 1]).astype(np.uint8)
+    scores = (rs.standard_normal((20000, 6)) + y).astype(dtype)  # float16 ties often
+    expected = sklearn_ap(scores.astype(np.float64), y)
+    assert common.average_precision(scores, y).tolist() == pytest.approx(expected, abs=1e-9)
+    assert common.average_precision(torch.tensor(scores), torch.tensor(y)).tolist() == pytest.approx(expected, abs=1e-9)
+
+
+def test_average_precision_refuses_nan_and_other_shapes():
+    with pytest.raises(ValueError, match="NaN"):
+        common.average_precision(np.array([[np.nan], [1.0]]), np.array([[1], [0]]))
+    with pytest.raises(ValueError, match="should be one"):
+        common.average_precision(np.zeros((3, 2)), np.zeros((2, 3)))
+
+
+def test_f1_by_hand():
+    scores = np.array([[0.5, 0.4, 0.1], [0.9, 0.6, 0.2], [0.2, 0.7, 0.3]])
+    y = np.array([[1, 1, 0], [0, 1, 0], [0, 1, 0]])
+    # guesses: 2, 2, 0; hits: 1, 2, 0; truths: 1, 3, 0. The third class is never guessed and has no positive: 0 and 0
+    f1 = common.f1_scores(scores, y)
+    cp, cr = (1 / 2 + 1 + 0) / 3, (1 + 2 / 3 + 0) / 3
+    expected = dict(OP=75, OR=75, OF1=75, CP=100 * cp, CR=100 * cr, CF1=100 * 2 * cp * cr / (cp + cr))
+    assert f1 == pytest.approx(expected)
+    assert set(common.f1_scores(scores, y, threshold=2).values()) == {0.0}
+
+
+def test_f1_against_scikit_learn():
+    rs = np.random.RandomState(1)
+    scores, y = rs.random_sample((100, 8)), rs.randint(2, size=(100, 8))
+    guess = scores >= 0.7
+    f1 = common.f1_scores(torch.tensor(scores), torch.tensor(y), threshold=0.7)
+    assert f1["OF1"] == pytest.approx(100 * f1_score(y, guess, average="micro"))
+    assert f1["CP"] == pytest.approx(100 * precision_score(y, guess, average="macro"))
+    assert f1["CR"] == pytest.approx(100 * recall_score(y, guess, average="macro"))
+
+
+# ---- settings
+
+
+def test_precedence_is_default_preset_command_line():
+    parse = lambda *words: common.parse(an.Args, an.PRESETS, list(words))
+    assert parse("--dataset", "voc").lr == 1e-5  # default
+    assert parse("--dataset", "cub").lr == 1e-4  # preset
+    assert parse("--dataset=cub", "--lr", "0.5").lr == 0.5  # command line
+    assert parse().backbone == "resnet_small"  # scenes is the default data set, and has a preset
+    assert parse("--dataset", "scenes", "--batch-size", "3").batch_size == 3  # hyphens are fine too
+
+
+def test_presets_hold_only_known_settings_that_differ():
+    default = an.Args()
+    for preset in an.PRESETS.values():
+        for name, value in preset.items():
+            assert getattr(default, name) != value
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--loss", "unknown"], "bce_full"),  # names the choices
+        (["--lrr", "1"], "lrr"),
+        (["--lr", "0"], "--lr must be above 0"),
+        (["--batch_size", "0"], "--batch_size must be at least 1"),
+        (["--known_ratio", "1.5"], "between 0 and 1"),
+        (["--resume", "nowhere"], "not a run"),
+    ],
+)
+def test_bad_command_lines(words, expected, capsys):
+    with pytest.raises(SystemExit) as problem:
+        common.parse(an.Args, an.PRESETS, words)
+    printed = capsys.readouterr()
+    assert expected in str(problem.value) + printed.out + printed.err
+
+
+def test_help_shows_the_preset(capsys):
+    with pytest.raises(SystemExit) as end:
+        common.parse(an.Args, an.PRESETS, ["--dataset", "cub", "--help"])
+    assert end.value.code == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "--lr FLOAT (default: 0.0001)" in text
+    assert "freeze the backbone" in text  # trailing comments are the help
+
+
+# ---- data
+
+
+def arguments(dataset, **more):
+    return an.Args(**{"dataset": str(dataset), "image_size": 32, **more})
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A data set that a test may break"""
+    from conftest import write_dataset
+
+    return write_dataset(tmp_path / "own", n_train=12, n_test=6)
+
+
+def test_load_follows_the_protocol(squares):
+    data = common.load(arguments(squares))
+    y = np.load(f"{squares}/formatted_train_labels.npy")
+    train, val = common.split_indices(60)
+    assert (len(data.train), len(data.val), len(data.test)) == (48, 12, 40)
+    assert np.array_equal(data.train.y, y[train])
+    assert np.array_equal(data.val.y, y[val])
+    assert np.array_equal(data.train.z, common.draw_single_positives(y)[train])  # drawn before the split
+    assert data.val.z is None
+    assert data.classes == ["red", "green", "blue", "white"]
+
+
+def test_authors_files_load_as_they_are(own):
+    y = np.load(own / "formatted_train_labels.npy")
+    np.save(own / "formatted_train_labels.npy", y.astype(np.float64))
+    np.save(own / "formatted_train_labels_obs.npy", common.draw_single_positives(y, seed=5).astype(np.float64))
+    (own / "dataset.json").unlink()
+    data = common.load(arguments(own))
+    assert data.classes == ["class 0", "class 1", "class 2", "class 3"]
+    assert np.array_equal(data.train.z, common.draw_single_positives(y, seed=5)[data.train.rows])
+
+
+def test_known_ratio_takes_the_place_of_single_positives(squares):
+    data = common.load(arguments(squares, known_ratio=1.0))
+    assert torch.equal(data.train.z, data.train.y)
+
+
+def test_pixels_are_the_squash_resize_with_and_without_cache(own):
+    from PIL import Image
+
+    names = np.load(own / "formatted_train_images.npy")
+    expected = np.stack([np.asarray(Image.open(own / "images" / n).convert("RGB").resize((32, 32), 2)) for n in names])
+    before = common.load(arguments(own)).train.images
+    assert not before.cached
+    assert np.array_equal(before[np.arange(12), None], expected)
+    np.save(own / "cache_train_32.npy", expected)
+    (own / "cache_train_32.json").write_text(json.dumps({"images": common.hash_names(names)}))
+    after = common.load(arguments(own)).train.images
+    assert after.cached
+    assert np.array_equal(after[np.array([7, 2]), None], expected[[7, 2]])
+
+
+def broken(own, what):
+    y = np.load(own / "formatted_train_labels.npy")
+    labels, images = own / "formatted_train_labels.npy", own / "formatted_train_images.npy"
+    match what:
+        case "rows":
+            np.save(labels, y[:-1])
+            return "11 rows, but its images file has 12"
+        case "values":
+            y[4, 2] = 7
+            np.save(labels, y)
+            return "row 4, column 2 is 7"
+        case "dimensions":
+            np.save(labels, y[0])
+            return "should have 2 dimension"
+        case "two observed":
+            np.save(own / "formatted_train_labels_obs.npy", np.ones_like(y))
+            return "more than one observed positive"
+        case "false observed":
+            z = common.draw_single_positives(y)
+            z[3] = 0
+            z[3, np.flatnonzero(y[3] == 0)[0]] = 1
+            np.save(own / "formatted_train_labels_obs.npy", z)
+            return "calls negative (first: row 3)"
+        case "classes":
+            (own / "dataset.json").write_text(json.dumps({"classes": ["a", "b"], "image_folder": "images"}))
+            return "2 class names, 4 columns"
+        case "test columns":
+            np.save(own / "formatted_val_labels.npy", np.zeros((6, 3)))
+            return "3 in formatted_val_labels.npy"
+        case "missing image":
+            (own / "images" / "train_5.png").unlink()
+            return "1 of 12 images are missing"
+        case "pickle":
+            np.save(images, np.array(["a"] * 12, dtype=object), allow_pickle=True)
+            return "can't be read"
+        case "half a file":
+            labels.write_bytes(labels.read_bytes()[:-50])
+            return "can't be read"
+        case "no labels":
+            labels.unlink()
+            return "can't be read"
+        case "foreign cache":
+            np.save(own / "cache_train_32.npy", np.zeros((12, 32, 32, 3), dtype=np.uint8))
+            (own / "cache_train_32.json").write_text(json.dumps({"images": "of another set"}))
+            return "made for another list of images"
+        case "half a cache":
+            np.save(own / "cache_train_32.npy", np.zeros((12, 32, 32, 3), dtype=np.uint8))
+            with open(own / "cache_train_32.npy", "r+b") as file:
+                file.truncate(5000)
+            names = np.load(images)
+            (own / "cache_train_32.json").write_text(json.dumps({"images": common.hash_names(names)}))
+            return "can't be read"
+        case "json":
+            (own / "dataset.json").write_text("{")
+            return "can't be read"
+
+
+BREAKS = (
+    "rows|values|dimensions|two observed|false observed|classes|test columns|missing image|pickle|half a file|no labels"
+)
+
+
+@pytest.mark.parametrize("what", [*BREAKS.split("|"), "foreign cache", "half a cache", "json"])
+def test_wrong_data_gives_one_sentence(own, what):
+    expected = broken(own, what)
+    with pytest.raises(SystemExit, match="^error: ") as problem:
+        common.load(arguments(own))
+    assert expected in str(problem.value)
+    assert "\n" not in str(problem.value)
+
+
+def test_unknown_dataset_names_what_there_is(tmp_path, own):
+    with pytest.raises(SystemExit, match="no data set 'voc'.*there is own"):
+        common.load(arguments("voc", data_root=str(tmp_path)))
+
+
+# ---- model
+
+
+def classifier(**more):
+    torch.manual_seed(0)
+    return common.Classifier(an.Args(**{"backbone": "resnet_small", "weights": "none", **more}), 5)
+
+
+def test_normalisation_follows_the_backbone():
+    torchvision, timm = classifier(backbone="resnet18"), classifier(backbone="tf_efficientnet_lite0")
+    assert torchvision.mean.flatten().tolist() == pytest.approx([0.485, 0.456, 0.406])
+    assert timm.mean.flatten().tolist() == pytest.approx([0.5, 0.5, 0.5])
+    x = torch.rand(2, 3, 64, 64)
+    torchvision.eval()
+    by_hand = torchvision.body(
+        (x - torch.tensor(common.IMAGENET_MEAN).view(3, 1, 1)) / torch.tensor(common.IMAGENET_STD).view(3, 1, 1)
+    )
+    torch.testing.assert_close(torchvision.features(x), by_hand)
+    assert timm.eval()(x).shape == (2, 5)
+
+
+def test_small_backbone_keeps_a_map_of_8():
+    body = classifier().body
+    assert body[:-2](torch.zeros(2, 3, 64, 64)).shape == (2, 128, 8, 8)
+
+
+@pytest.mark.parametrize("ending", [".pth", ".safetensors"])
+def test_local_weights(tmp_path, ending):
+    import torchvision
+    from safetensors.torch import save_file
+
+    torch.manual_seed(1)
+    source = torchvision.models.resnet18()  # with its own classifier, as published files have
+    path = tmp_path / f"weights{ending}"
+    (save_file if ending == ".safetensors" else torch.save)(source.state_dict(), path)
+    model = classifier(backbone="resnet18", weights=str(path))
+    assert torch.equal(model.body.conv1.weight, source.conv1.weight)
+    with pytest.raises(SystemExit, match=r"missing: .*layer1.0.conv1.weight.*unknown|of another shape"):
+        classifier(backbone="resnet50", weights=str(path))
+
+
+def test_wrong_weights_give_one_sentence(tmp_path):
+    torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "w.pth")
+    (tmp_path / "half.pth").write_bytes((tmp_path / "w.pth").read_bytes()[:200])
+    for file, expected in (("none.pth", "no file"), ("w.pth", "doesn't fit"), ("half.pth", "not a whole file")):
+        with pytest.raises(SystemExit, match=expected):
+            classifier(weights=str(tmp_path / file))
+    with pytest.raises(SystemExit, match="no backbone 'resnet51'"):
+        classifier(backbone="resnet51")
+    with pytest.raises(SystemExit, match="no ImageNet weights"):
+        classifier(weights="imagenet")
+
+
+def test_weights_that_would_execute_code_are_refused(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "boom"), "w"))
+
+    torch.save({"x": Bomb()}, tmp_path / "bomb.pth")
+    with pytest.raises(SystemExit, match="not a whole file of weights"):
+        classifier(weights=str(tmp_path / "bomb.pth"))
+    assert not (tmp_path / "boom").exists()
+
+
+def test_no_network_gives_one_sentence(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nothing listens there
+    for backbone in ("resnet18", "tf_efficientnet_lite0"):
+        with pytest.raises(SystemExit, match=f"weights of {backbone} can't be had.*--weights FILE"):
+            classifier(backbone=backbone, weights="imagenet")

@@ -1,0 +1,399 @@
+"""Scripts as users run them: what a run leaves, kills and resumes, several processes, bad luck."""
+
+import csv
+import json
+import os
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, SMALL, finish, only_run, start, write_dataset
+
+import an
+import common
+
+TIMES = ("seconds", "images_per_s")
+
+
+def metrics(run):
+    """The rows of metrics.csv without the columns that no two runs share"""
+    with open(run / "metrics.csv") as file:
+        return [{name: value for name, value in row.items() if name not in TIMES} for row in csv.DictReader(file)]
+
+
+def assert_same_run(one, other):
+    assert metrics(one) == metrics(other)
+    for name in ("best.pt", "last.pt"):
+        a, b = (torch.load(run / name, weights_only=True)["model"] for run in (one, other))
+        assert all(torch.equal(a[key], b[key]) for key in a)
+    a, b = (json.loads((run / "result.json").read_text()) for run in (one, other))
+    assert {**a, "seconds": 0} == {**b, "seconds": 0}
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory, squares):
+    """A finished run of four epochs in a process of its own, which tests read only"""
+    folder = tmp_path_factory.mktemp("trained")
+    finish(start(ROOT / "an.py", "--dataset", squares, *SMALL, "--epochs", 4, "--workers", 0, cwd=folder))
+    return only_run(folder)
+
+
+def test_a_run_leaves_all_its_files(trained):
+    assert {path.name for path in trained.iterdir()} == {
+        *("config.json", "script.py", "metrics.csv", "last.pt", "best.pt", "curve.png", "result.json")
+    }
+    assert trained.name.startswith("squares-an-s0-")
+    assert (trained / "script.py").read_text() == (ROOT / "an.py").read_text()
+    config = json.loads((trained / "config.json").read_text())
+    assert config["settings"]["lr"] == 3e-3
+    assert config["versions"]["torch"] == torch.__version__
+    rows, result = metrics(trained), json.loads((trained / "result.json").read_text())
+    assert [row["epoch"] for row in rows] == ["1", "2", "3", "4"]
+    best = max(range(4), key=lambda i: float(rows[i]["val_mAP"]))  # the first of equals, as in "strictly greater"
+    assert result["best_epoch"] == best + 1
+    assert result["val_mAP"] == float(rows[best]["val_mAP"])
+    assert result["test_mAP"] == float(rows[best]["test_mAP"])
+    assert result["last_test_mAP"] == float(rows[-1]["test_mAP"])
+    assert 100 * np.mean(list(result["test_AP"].values())) == pytest.approx(result["test_mAP"])
+
+
+def test_eval_only_reprints_the_mAP(trained, script):
+    result = json.loads((trained / "result.json").read_text())
+    before = {path: path.stat().st_mtime_ns for path in trained.iterdir()}
+    out = script("an.py", "--eval_only", trained)
+    assert f"val mAP {result['val_mAP']:.2f}, test mAP {result['test_mAP']:.2f}" in out
+    assert before == {path: path.stat().st_mtime_ns for path in trained.iterdir()}
+
+
+def test_kill_and_resume_give_the_same_bits(trained, squares, workplace):
+    command = ("--dataset", squares, *SMALL, "--epochs", 4, "--workers", 0)
+    process = start(ROOT / "an.py", *command, cwd=workplace)
+    for epochs, delay in ((1, 0.05), (2, 0.4), (3, 0.0)):  # killed in three places
+        deadline = time.time() + 120
+        while time.time() < deadline and process.poll() is None:
+            found = list(workplace.glob("runs/*/metrics.csv"))
+            if found and len(metrics(found[0].parent)) >= epochs:
+                break
+            time.sleep(0.01)
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        process = start(ROOT / "an.py", "--resume", only_run(workplace), cwd=workplace)
+    finish(process)
+    assert_same_run(only_run(workplace), trained)
+
+
+def test_a_kill_between_the_two_checkpoints_changes_nothing(script, squares, workplace):
+    script("an.py", "--dataset", squares, *SMALL, "--epochs", 3, "--workers", 0)
+    whole = only_run(workplace)
+    torn = workplace / "torn"
+    script("an.py", "--dataset", squares, *SMALL, "--epochs", 3, "--workers", 0, "--out", torn, "--max_steps", 6)
+    (torn,) = torn.iterdir()  # stopped after the first of three epochs
+    last = torch.load(torn / "last.pt", weights_only=True)
+    last["run"]["finished"] = False
+    torch.save(last, torn / "last.pt")
+    config = json.loads((torn / "config.json").read_text())
+    config["settings"]["max_steps"] = 0
+    (torn / "config.json").write_text(json.dumps(config))
+    for name in ("best.pt", "metrics.csv"):  # written in a later epoch, whose last.pt never came
+        shutil.copy(whole / name, torn / name)
+    script("an.py", "--resume", torn)
+    assert_same_run(torn, whole)
+
+
+def test_resume_of_a_finished_run_says_so(trained, script, workplace):
+    shutil.copytree(trained, workplace / "copy")
+    before = (workplace / "copy" / "last.pt").read_bytes()
+    assert "finished after epoch 4" in script("an.py", "--resume", "copy")
+    assert (workplace / "copy" / "last.pt").read_bytes() == before
+
+
+def test_resume_keeps_the_settings(trained, script, workplace):
+    shutil.copytree(trained, workplace / "copy")
+    with pytest.raises(SystemExit, match="keeps its own settings: leave out --lr"):
+        script("an.py", "--resume", "copy", "--lr", 1)
+    script("an.py", "--resume", "copy", "--workers", 1)  # where it runs may change
+
+
+def test_ctrl_c_prints_the_command_to_go_on(squares, workplace):
+    process = start(ROOT / "an.py", "--dataset", squares, *SMALL, "--epochs", 500, "--workers", 2, cwd=workplace)
+    deadline = time.time() + 120
+    while not list(workplace.glob("runs/*/last.pt")) and time.time() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out = finish(process, code=130)
+    assert f"go on with: python an.py --resume {only_run(workplace).relative_to(workplace)}" in out
+    assert "Traceback" not in out
+
+
+def test_neither_workers_nor_the_cache_change_a_run(script, workplace):
+    folder = write_dataset(workplace / "own", n_train=20, n_test=10)
+    command = ("an.py", "--dataset", folder, *SMALL, "--epochs", 2)
+    script(*command, "--workers", 0, "--out", "a")
+    script(*command, "--workers", 2, "--out", "b")
+    for part in ("train", "val"):
+        names = np.load(folder / f"formatted_{part}_images.npy")
+        np.save(folder / f"cache_{part}_32.npy", np.stack([common.decode(folder / "images" / n, 32) for n in names]))
+        (folder / f"cache_{part}_32.json").write_text(json.dumps({"images": common.hash_names(names)}))
+    script(*command, "--out", "c")
+    (a,), (b,), (c,) = ((workplace / name).iterdir() for name in "abc")
+    assert_same_run(a, b)
+    assert_same_run(a, c)
+
+
+def test_seeds_differ_and_epochs_differ(squares):
+    def orders(seed, epoch):
+        run = common.Run.__new__(common.Run)
+        run.args, run.epoch, run.device = an.Args(seed=seed, batch_size=16), epoch, torch.device("cpu")
+        data = common.load(an.Args(dataset=squares, image_size=32))
+        batches = list(run.batches(data.train))
+        return torch.cat([idx for *_, idx in batches]).tolist(), torch.cat([x for x, *_ in batches])
+
+    (order, x), (again, same), (other, _), (later, _) = orders(0, 1), orders(0, 1), orders(1, 1), orders(0, 2)
+    assert sorted(order) == list(range(48))
+    assert order == again
+    assert torch.equal(x, same)
+    assert order != other
+    assert order != later
+
+
+def test_flips_are_those_of_the_image_and_epoch(squares):
+    """About half the images come flipped, others in the next epoch, whatever the batch size."""
+    data = common.load(an.Args(dataset=squares, image_size=32))
+    plain = data.train.images[data.train.rows, None].permute(0, 3, 1, 2).float() / 255
+
+    def flipped(epoch, batch_size):
+        run = common.Run.__new__(common.Run)
+        run.args, run.epoch, run.device = an.Args(batch_size=batch_size), epoch, torch.device("cpu")
+        result = torch.zeros(len(plain), dtype=torch.bool)
+        for x, z, idx in run.batches(data.train):
+            mirrored = (x == plain[idx].flip(3)).flatten(1).all(1)
+            assert (mirrored | (x == plain[idx]).flatten(1).all(1)).all()
+            assert torch.equal(z, data.train.z[idx])
+            result[idx] = mirrored
+        return result
+
+    assert 12 < flipped(1, 8).sum() < 36
+    assert torch.equal(flipped(1, 8), flipped(1, 5))
+    assert not torch.equal(flipped(1, 8), flipped(2, 8))
+
+
+def test_early_stopping(script, squares, workplace):
+    script("an.py", "--dataset", squares, *SMALL, "--epochs", 40, "--patience", 0, "--workers", 0)
+    values = [float(row["val_mAP"]) for row in metrics(only_run(workplace))]
+    assert len(values) < 40
+    assert values[-1] <= max(values[:-1])
+    assert all(after > before for before, after in zip(values[:-1], values[1:-1]))
+
+
+COMPILE = pytest.param(("--compile",), marks=pytest.mark.slow)  # a minute, and a C++ compiler
+
+
+@pytest.mark.parametrize("flags", [("--amp", "bf16"), ("--known_ratio", 0.5), ("--l1", 1e-6, "--l2", 1e-6), COMPILE])
+def test_flags_train(flags, script, squares, workplace):
+    out = script("an.py", "--dataset", squares, *SMALL, "--epochs", 8, "--workers", 0, *flags)
+    assert float(out.rsplit("val mAP ", 1)[1].split(",")[0]) > 65, out
+
+
+# ---- linear mode
+
+
+def test_linear_embeds_once_and_serves_as_a_start(script, squares, workplace):
+    command = ("an.py", "--dataset", squares, *SMALL, "--workers", 0, "--lr", 0.1, "--epochs", 3)
+    script(*command, "--linear", "--out", "linear")
+    (linear,) = (workplace / "linear").iterdir()
+    embeddings = {path: path.stat().st_mtime_ns for path in (workplace / "data/embeddings").rglob("*")}
+    assert len([path for path in embeddings if path.name == "all.npy"]) == 4  # train plain and flipped, val, test
+    assert len([path for path in embeddings if path.is_file()]) == 4  # no chunk stays behind
+
+    script(*command, "--linear", "--out", "again")
+    (again,) = (workplace / "again").iterdir()
+    assert embeddings == {path: path.stat().st_mtime_ns for path in (workplace / "data/embeddings").rglob("*")}
+    assert_same_run(linear, again)
+
+    # The head on top of the backbone gives the same mAP as on the embeddings, and end-to-end training starts there.
+    result = json.loads((linear / "result.json").read_text())
+    config = json.loads((linear / "config.json").read_text())
+    config["settings"]["linear"] = False
+    (linear / "config.json").write_text(json.dumps(config))
+    assert f"test mAP {result['test_mAP']:.2f}" in script("an.py", "--eval_only", linear)
+    script(*command, "--init_from", linear, "--out", "tuned", "--max_steps", 1, "--lr", 1e-12)
+    (tuned,) = (workplace / "tuned").iterdir()
+    a, b = torch.load(linear / "best.pt", weights_only=True), torch.load(tuned / "last.pt", weights_only=True)
+    for key in a["model"]:
+        if not key.endswith(("running_mean", "running_var", "num_batches_tracked")):  # one step moves these
+            torch.testing.assert_close(a["model"][key], b["model"][key], rtol=0, atol=1e-9)
+
+
+def test_linear_trains_the_head_alone_on_both_flips(script, squares, workplace):
+    script("an.py", "--dataset", squares, *SMALL, "--workers", 0, "--linear", "--epochs", 2)
+    trained = torch.load(only_run(workplace) / "last.pt", weights_only=True)["model"]
+    torch.manual_seed(0)
+    untrained = common.Classifier(an.Args(backbone="resnet_small", weights="none"), 4).state_dict()
+    changed = {key for key in untrained if not torch.equal(untrained[key], trained[key])}
+    assert changed == {"head.weight", "head.bias"}
+
+
+def embedder(workplace, **more):
+    run = common.Run.__new__(common.Run)
+    run.args, run.device, run.dtype = (
+        an.Args(data_root=str(workplace / "data"), workers=0, **more),
+        torch.device("cpu"),
+        None,
+    )
+    return run
+
+
+def test_embedding_goes_on_after_a_kill(workplace, monkeypatch):
+    folder = write_dataset(workplace / "own", n_train=50, n_test=4)
+    monkeypatch.setattr(common, "EVAL_BATCH", 2)  # chunks of 16 images
+    split = common.load(an.Args(dataset=str(folder), image_size=16)).train
+    calls = []
+
+    def encode(x):
+        calls.append(len(x))
+        if len(calls) == 12:
+            raise KeyboardInterrupt  # in the second chunk
+        return x.flatten(1)[:, ::7]
+
+    run = embedder(workplace)
+    with pytest.raises(KeyboardInterrupt):
+        run.embed(encode, split, {"model": 1}, "")
+    whole = run.embed(encode, split, {"model": 1}, "")
+    assert sum(calls) - 2 * calls.count(0) < 40 + 24  # the first chunk was not computed again
+    expected = split.images[split.rows, None].permute(0, 3, 1, 2).float().div(255).flatten(1)[:, ::7]
+    assert np.array_equal(whole, expected)
+    assert not list((workplace / "data").rglob(".*"))
+
+
+def test_embeddings_of_another_key_or_image_are_not_taken(workplace):
+    folder = write_dataset(workplace / "own", n_train=10, n_test=4)
+    load = lambda: common.load(an.Args(dataset=str(folder), image_size=16)).train
+    run = embedder(workplace)
+    constant = lambda value: lambda x: torch.full((len(x), 3), float(value))
+    assert run.embed(constant(1), load(), {"model": 1}, "")[0, 0] == 1
+    assert run.embed(constant(2), load(), {"model": 1}, "")[0, 0] == 1  # the same key: from disk
+    assert run.embed(constant(2), load(), {"model": 2}, "")[0, 0] == 2
+    path = folder / "images" / load().images.names[load().rows[3]]
+    os.utime(path, (1, 1))  # a changed file
+    assert run.embed(constant(3), load(), {"model": 1}, "")[0, 0] == 3
+
+
+def test_two_processes_may_embed_at_once(squares, workplace):
+    command = (ROOT / "an.py", "--dataset", squares, *SMALL, "--workers", 0, "--linear", "--epochs", 2)
+    both = [start(*command, "--out", out, cwd=workplace) for out in ("a", "b")]
+    for process in both:
+        finish(process)
+    (a,), (b,) = (workplace / "a").iterdir(), (workplace / "b").iterdir()
+    assert_same_run(a, b)
+
+
+# ---- several processes
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+
+ONE_STEP = """
+import torch, an, common
+args = common.parse(an.Args, an.PRESETS)
+run = common.Run(args, __file__)
+data = common.load(args, run.device)
+model = run.prepare(common.Classifier(args, len(data.classes)), data)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+for epoch in run.epochs(model=model, optimizer=optimizer):
+    model.eval()  # BatchNorm would see half the batch
+    for x, z, idx in run.batches(data.train):
+        run.step(an.an_loss(model(x), z), optimizer)
+    run.evaluate(model, data)
+"""
+
+
+def test_two_processes_take_the_steps_of_one(squares, workplace):
+    (workplace / "one_step.py").write_text(ONE_STEP)
+    command = ("one_step.py", "--dataset", squares, *SMALL, "--batch_size", 7, "--workers", 0, "--epochs", 1, "--lr", 1)
+    finish(start(*command, "--out", "one", cwd=workplace))
+    finish(start(*TORCHRUN, *command, "--out", "two", cwd=workplace))
+    (one,), (two,) = (workplace / "one").iterdir(), (workplace / "two").iterdir()
+    a, b = (torch.load(run / "last.pt", weights_only=True)["model"] for run in (one, two))
+    for key in a:  # seven images a step, shared as four and three
+        torch.testing.assert_close(a[key], b[key], rtol=1e-4, atol=1e-5)
+    assert float(metrics(one)[0]["val_mAP"]) == pytest.approx(float(metrics(two)[0]["val_mAP"]), abs=0.5)
+
+
+def test_two_processes_train_resume_and_measure(trained, squares, workplace):
+    result = json.loads((trained / "result.json").read_text())
+    out = finish(start(*TORCHRUN, ROOT / "an.py", "--eval_only", trained, "--workers", 0, cwd=workplace))
+    assert out.count(f"val mAP {result['val_mAP']:.2f}, test mAP {result['test_mAP']:.2f}") == 1  # rank 0 alone speaks
+    flags = ("--dataset", squares, *SMALL, "--workers", 0, "--epochs", 4)
+    out = finish(start(*TORCHRUN, ROOT / "an.py", *flags, cwd=workplace))
+    assert out.count("epoch  4/4") == 1
+    run = only_run(workplace)
+    assert len(metrics(run)) == 4
+    assert "finished after epoch 4" in finish(start(*TORCHRUN, ROOT / "an.py", "--resume", run, cwd=workplace))
+
+
+def test_two_processes_share_the_embedding(squares, workplace):
+    finish(start(*TORCHRUN, ROOT / "an.py", "--dataset", squares, *SMALL, "--linear", "--epochs", 2, cwd=workplace))
+    two = {path.parent.name: np.load(path) for path in workplace.rglob("all.npy")}
+    (workplace / "other").mkdir()
+    finish(start(ROOT / "an.py", "--dataset", squares, *SMALL, "--linear", "--epochs", 2, cwd=workplace / "other"))
+    one = {path.parent.name: np.load(path) for path in (workplace / "other").rglob("all.npy")}
+    assert one.keys() == two.keys()
+    for name in one:
+        np.testing.assert_allclose(one[name], two[name], atol=1e-5)
+
+
+# ---- bad luck
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(trained, script, workplace):
+    shutil.copytree(trained, workplace / "copy")
+    last = torch.load(workplace / "copy/last.pt", weights_only=True)
+    last["run"]["finished"] = False
+    last["run"]["epoch"] = 2
+    last["model"]["head.bias"].fill_(float("nan"))
+    torch.save(last, workplace / "copy/last.pt")
+    before = (workplace / "copy/last.pt").read_bytes()
+    with pytest.raises(SystemExit, match=r"the loss is nan in epoch 3, step 1 \(training rows \d+(, \d+){7}\)"):
+        script("an.py", "--resume", "copy")
+    assert (workplace / "copy/last.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_truncated_image_is_named(script, workplace, workers):
+    folder = write_dataset(workplace / "own", n_train=10, n_test=4)
+    path = folder / "images" / "val_2.png"
+    path.write_bytes(path.read_bytes()[:-400])
+    with pytest.raises(SystemExit, match=r"val_2.png can't be read"):
+        script("an.py", "--dataset", folder, *SMALL, "--epochs", 1, "--workers", workers)
+
+
+def test_a_directory_that_cant_be_written(script, squares, workplace):
+    (workplace / "file").write_text("")
+    with pytest.raises(SystemExit, match="can't be written"):
+        script("an.py", "--dataset", squares, *SMALL, "--out", workplace / "file" / "runs")
+
+
+def test_small_mistakes_give_one_sentence(trained, script, squares, workplace):
+    tiny = ("--dataset", squares, *SMALL)
+    for flags, expected in (
+        (("--amp", "fp16", "--device", "cpu"), "needs CUDA"),
+        (("--device", "gpu"), "--device gpu"),
+        (("--init_from", "nowhere"), "no best.pt"),
+        (("--init_from", trained, "--backbone", "resnet18"), "another --backbone"),
+        (("--weights", "w.pth"), "no file w.pth"),
+    ):
+        with pytest.raises(SystemExit, match=expected):
+            script("an.py", *tiny, *flags)
+
+
+def test_an_interrupted_write_leaves_the_old_file(workplace):
+    path = workplace / "file"
+    path.write_text("old")
+    with pytest.raises(ZeroDivisionError), common.replacing(path) as temporary:
+        temporary.write_text("half")
+        raise ZeroDivisionError
+    assert path.read_text() == "old"
+    assert list(workplace.iterdir()) == [path]
