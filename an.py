@@ -1,12 +1,13 @@
-"""AN: assume negative (the baseline of single-positive learning; Cole et al. 2021, arXiv:2106.09708), with the loss-only
-baselines of Zhou et al. 2022 (arXiv:2203.16219), Table 1, behind --loss
+"""AN: assume negative (Cole et al. 2021, arXiv:2106.09708), and the loss-only baselines of Zhou et al. 2022
+(arXiv:2203.16219), Table 1, behind --loss
 
     python an.py --dataset voc
 
 Every label that was not observed counts as negative.
 
 NOTES: L1R and L2R of Table 1 are `--l1` and `--l2` on top of any loss. ROLE, which learns a label matrix, is not here.
-`bce_full` and `bce_1p_alln` see true labels: upper bounds, not methods.
+`bce_full` and `bce_1p_alln` see true labels: upper bounds, not methods. Under torchrun `epr` takes its mean over each
+process's share of a batch.
 """
 
 from dataclasses import dataclass
@@ -49,9 +50,7 @@ PRESETS = {  # Zhou et al., supplement B.2; the defaults are VOC's
         lr=1e-4, dw_weight=0.02, n_ls_target=0.1, entmin_weight=0.4, asl_gamma=1.0, asl_margin=0.0, epr_positives=31.4
     ),
     # made here; chosen on its validation set
-    "scenes": dict(
-        epochs=15, batch_size=16, lr=3e-3, image_size=64, backbone="resnet_small", weights="none", epr_positives=2.5
-    ),
+    "scenes": dict(epochs=15, lr=1e-3, image_size=64, backbone="resnet_small", weights="none", epr_positives=2.5),
 }
 
 # ---- 2. Method
@@ -96,7 +95,7 @@ def baseline_loss(logits, z, y, args):
 
 
 def penalty(model, args):
-    weights = list(model.parameters())
+    weights = [w for w in model.parameters() if w.requires_grad]
     return args.l1 * sum(w.abs().sum() for w in weights) + args.l2 * sum(w.square().sum() for w in weights)
 
 
@@ -106,6 +105,8 @@ if __name__ == "__main__":
     args = common.parse(Args, PRESETS)
     run = common.Run(args, __file__)
     data = common.load(args, run.device)
+    if args.loss.startswith("bce") and data.train.y is None:
+        common.die(f"--loss {args.loss} needs the full training labels, which {args.dataset} doesn't have")
     model = run.prepare(common.Classifier(args, len(data.classes)), data)
     optimizer = torch.optim.Adam([w for w in model.parameters() if w.requires_grad], lr=args.lr)
 
@@ -113,7 +114,7 @@ if __name__ == "__main__":
         for x, z, idx in run.batches(data.train):
             with run.autocast():
                 logits = model(x)
-            loss = baseline_loss(logits.float(), z, data.train.y[idx], args)
+            loss = baseline_loss(logits.float(), z, data.train.true(idx), args)
             if args.l1 or args.l2:
                 loss = loss + penalty(model, args)
             run.step(loss, optimizer)

@@ -2,16 +2,20 @@
 
 import argparse
 import csv
+import difflib
 import hashlib
+import itertools
 import json
 import math
 import os
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -31,6 +35,8 @@ from tqdm import tqdm
 PROTOCOL_SEED = 1200  # of the split and of the observed labels (Cole et al. 2021); never that of a run
 EVAL_BATCH = 64
 CHECK_EVERY = 50  # steps between two looks at the losses: each one waits for the device
+UNFINISHED = "UNFINISHED"  # a file that stands in a data set's folder while data_prep.py writes there
+UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what PIL raises at damaged images
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -89,9 +95,16 @@ def parse(args_class, presets, argv=None):
         if refused:
             die(f"{earlier} keeps its own settings: leave out {', '.join(refused)}, or start a new run")
 
-    for name in ("epochs", "batch_size", "image_size"):
-        if getattr(args, name) < 1:
-            die(f"--{name} must be at least 1, not {getattr(args, name)}")
+    for name, least in {
+        "epochs": 1,
+        "batch_size": 1,
+        "image_size": 1,
+        "patience": -1,
+        "max_steps": 0,
+        "seed": 0,
+    }.items():
+        if not least <= getattr(args, name) < 2**31:
+            die(f"--{name} must be at least {least} and below 2^31, not {getattr(args, name)}")
     if not args.lr > 0:
         die(f"--lr must be above 0, not {args.lr}")
     if not 0 <= args.known_ratio <= 1:
@@ -101,10 +114,10 @@ def parse(args_class, presets, argv=None):
 
 def read_run_settings(args_class, run):
     config = read_json(Path(run) / "config.json", f"{run} is not a run directory")
-    unknown = set(config["settings"]) - {f.name for f in fields(args_class)}
-    if unknown:
-        die(f"{run} was made by another script or version: it has the settings {', '.join(sorted(unknown))}")
-    return replace(args_class(**config["settings"]), resume="", eval_only="")
+    try:
+        return replace(args_class(**config["settings"]), resume="", eval_only="")
+    except (KeyError, TypeError) as problem:
+        die(f"{run} was made by another script or version ({problem})")
 
 
 def read_json(path, otherwise):
@@ -162,8 +175,8 @@ def hash_names(names):
 class Images:
     """Pixels of one formatted file: from the pre-resized cache when there is one, else decoded from the files.
 
-    images[rows, flip] -> uint8 (B, size, size, 3), not flipped. What can't be read comes back as a sentence, which
-    crosses the border of a worker process better than an exception does.
+    images[rows] -> uint8 (B, size, size, 3). What can't be read comes back as a sentence, which crosses the border of a
+    worker process better than an exception does.
     """
 
     def __init__(self, folder, image_folder, part, size):
@@ -174,8 +187,9 @@ class Images:
         self.pixels = None  # the opened cache, in every process its own
         if self.cached:
             made_for = read_json(self.cache.with_suffix(".json"), f"{self.cache} has no description")
-            shape = read_array(self.cache, ndim=4, mmap_mode="r").shape
-            if made_for["images"] != hash_names(self.names) or shape != (len(self.names), size, size, 3):
+            pixels = read_array(self.cache, ndim=4, mmap_mode="r")
+            fits = pixels.shape == (len(self.names), size, size, 3) and pixels.dtype == np.uint8
+            if made_for.get("images") != hash_names(self.names) or not fits:
                 die(f"{self.cache} was made for another list of images: delete it, or prepare the data set again")
             return
         missing = [name for name in self.names if not (image_folder / name).is_file()]
@@ -188,8 +202,7 @@ class Images:
     def __getstate__(self):
         return {**self.__dict__, "pixels": None}
 
-    def __getitem__(self, rows_and_flip):
-        rows, _ = rows_and_flip
+    def __getitem__(self, rows):
         if self.cached:
             if self.pixels is None:
                 self.pixels = np.load(self.cache, mmap_mode="r", allow_pickle=False)
@@ -199,22 +212,8 @@ class Images:
             path = self.image_folder / self.names[row]
             try:
                 batch[i] = decode(path, self.size)
-            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as problem:
+            except UNREADABLE as problem:
                 return f"{path} can't be read: {problem}"
-        return torch.from_numpy(batch)
-
-
-class Features:
-    """With --linear: embeddings of a split's images, plain and flipped, read as Images are."""
-
-    def __init__(self, plain, flipped):
-        self.plain, self.flipped = plain, flipped
-
-    def __getitem__(self, rows_and_flip):
-        rows, flip = rows_and_flip
-        batch = self.plain[rows]
-        if flip is not None:
-            batch[flip] = self.flipped[rows[flip]]
         return torch.from_numpy(batch)
 
 
@@ -222,12 +221,16 @@ class Features:
 class Split:
     images: Images
     rows: np.ndarray  # this split's rows in its formatted file
-    y: torch.Tensor  # (N, C) full labels, for evaluation and upper bounds
+    y: torch.Tensor | None  # (N, C) full labels, for evaluation and upper bounds; your own images may have none
     z: torch.Tensor | None = None  # (N, C) observed labels, of the training split
-    features: Features | None = None  # with --linear
+    features: tuple = ()  # with --linear: embeddings of the plain and, in training, of the flipped images, (N, D) each
 
     def __len__(self):
         return len(self.rows)
+
+    def true(self, idx):
+        """Full labels of these images, None where nobody knows them"""
+        return None if self.y is None else self.y[idx]
 
     def fingerprint(self):
         """Changes when the list of images does, or a file behind it."""
@@ -241,8 +244,8 @@ class Split:
 class Data:
     classes: list
     train: Split
-    val: Split
-    test: Split
+    val: Split | None  # your own images may come without
+    test: Split | None
 
 
 def load(args, device="cpu"):
@@ -252,27 +255,38 @@ def load(args, device="cpu"):
     default_images = folder / "images" if (folder / "images").is_dir() else folder
     image_folder = folder / info.get("image_folder", default_images.resolve())
 
-    train, test = (Images(folder, image_folder, part, args.image_size) for part in ("train", "val"))
-    y_train = read_labels(folder / "formatted_train_labels.npy", len(train))
-    y_test = read_labels(folder / "formatted_val_labels.npy", len(test))
-    classes = info.get("classes", [f"class {c}" for c in range(y_train.shape[1])])
-    if not len(classes) == y_train.shape[1] == y_test.shape[1]:
-        die(
-            f"{folder}: {len(classes)} class names, {y_train.shape[1]} columns in formatted_train_labels.npy and "
-            f"{y_test.shape[1]} in formatted_val_labels.npy should be one number"
-        )
+    there = lambda name: (folder / f"formatted_{name}.npy").exists()
+    parts = [part for part in ("train", "valid", "val") if there(f"{part}_images")]
+    images = {part: Images(folder, image_folder, part, args.image_size) for part in parts}
+    y = {
+        part: read_labels(folder / f"formatted_{part}_labels.npy", len(images[part]))
+        for part in parts
+        if part != "train" or there("train_labels") or not there("train_labels_obs")
+    }
+    z = observed_labels(args, folder, len(images["train"]), y.get("train"))
+    classes = info.get("classes", [f"class {c}" for c in range(z.shape[1])])
+    columns = {"train_labels_obs": z.shape[1], **{f"{part}_labels": labels.shape[1] for part, labels in y.items()}}
+    if set(columns.values()) != {len(classes)} or len(set(classes)) < len(classes):
+        die(f"{folder} has {len(set(classes))} different class names, but its labels' columns are {columns}")
+    if not z.any():
+        die(f"{folder}: not one positive label is observed" + (", raise --known_ratio" if args.known_ratio else ""))
 
-    z = observed_labels(args, folder, y_train)
-    train_rows, val_rows = split_indices(len(train))
-    if not len(val_rows):
-        die(f"{folder} has only {len(train)} training images: the split for validation needs three or more")
-    tensor = lambda labels: torch.from_numpy(labels).to(device)
-    return Data(
-        classes=classes,
-        train=Split(train, train_rows, tensor(y_train[train_rows]), tensor(z[train_rows])),
-        val=Split(train, val_rows, tensor(y_train[val_rows])),
-        test=Split(test, np.arange(len(test)), tensor(y_test)),
-    )
+    def split(part, rows, **more):
+        full = torch.from_numpy(y[part][rows]).to(device) if part in y else None
+        return Split(images[part], rows, full, **more)
+
+    everything = {part: np.arange(len(images[part])) for part in parts}
+    if "train" in y and "valid" not in y:
+        train_rows, val_rows = split_indices(len(images["train"]))
+        if not len(val_rows):
+            die(f"{folder} has only {len(images['train'])} training images: to set some aside takes three or more")
+        val = split("train", val_rows)
+    else:  # your own images: validation has a file of its own, or there is none
+        train_rows = everything["train"]
+        val = split("valid", everything["valid"]) if "valid" in y else None
+    train = split("train", train_rows, z=torch.from_numpy(z[train_rows]).to(device))
+    test = split("val", everything["val"]) if "val" in y else None
+    return Data(classes, train, val, test)
 
 
 def find_dataset(args):
@@ -283,6 +297,8 @@ def find_dataset(args):
         if rank() == 0:
             data_prep.make_scenes(folder)
         wait_for_all()
+    if (folder / UNFINISHED).exists():
+        die(f"{folder} is only half prepared: run the same data_prep.py command again")
     if not (folder / "formatted_train_images.npy").exists():
         there = sorted(path.parent.name for path in Path(args.data_root).glob("*/formatted_train_images.npy"))
         die(
@@ -292,17 +308,19 @@ def find_dataset(args):
     return folder
 
 
-def observed_labels(args, folder, y):
-    """z of the whole train file, as the protocol draws it or as the file says."""
+def observed_labels(args, folder, n, y):
+    """z of the whole train file, as the protocol draws it or as the file says; y is None where nobody knows it."""
     if args.known_ratio:
+        if y is None:
+            die(f"--known_ratio needs the full training labels, which {folder} doesn't have")
         return draw_known_positives(y, args.known_ratio)
     path = folder / "formatted_train_labels_obs.npy"
     if not path.exists():
         return draw_single_positives(y)
-    z = read_labels(path, len(y))
-    if z.shape != y.shape:
+    z = read_labels(path, n)
+    if y is not None and z.shape != y.shape:
         die(f"{path} is {z.shape}, but formatted_train_labels.npy is {y.shape}")
-    crowded, false = np.flatnonzero(z.sum(1) > 1), np.flatnonzero((z > y).any(1))
+    crowded, false = np.flatnonzero(z.sum(1) > 1), np.flatnonzero((z > (1 if y is None else y)).any(1))
     if len(crowded):
         die(
             f"{path} has {len(crowded)} rows with more than one observed positive (first: row {crowded[0]}); delete it "
@@ -357,7 +375,8 @@ class Classifier(nn.Module):
 
 def make_body(args):
     """--backbone and --weights -> (module: normalised pixels -> (B, D), D, mean, std)"""
-    name, pretrained = args.backbone, args.weights == "imagenet" and not args.init_from
+    name, fresh = args.backbone, not start_from(args)
+    pretrained = fresh and args.weights == "imagenet"
     mean, std = IMAGENET_MEAN, IMAGENET_STD
     if name == "resnet_small":
         if pretrained:
@@ -371,7 +390,7 @@ def make_body(args):
     else:
         net, mean, std = make_timm(name, pretrained, args.image_size)
         width, head = net.head_hidden_size, net.pretrained_cfg.get("classifier") or ()
-    if args.weights not in ("imagenet", "none") and not args.init_from:
+    if fresh and args.weights not in ("imagenet", "none"):
         load_body(net, args.weights, head)
     return net, width, mean, std
 
@@ -391,11 +410,12 @@ def small_resnet(width=32):
 def make_timm(name, pretrained, image_size):
     import timm  # takes seconds: only for those who need it
 
-    if not timm.is_model(name):
-        near = ", ".join(timm.list_models(f"*{name}*")[:5])
-        die(f"no backbone {name!r} in torchvision's ResNets or timm" + (f"; near it: {near}" if near else ""))
-    config = timm.get_pretrained_cfg(name)
-    size = {"img_size": image_size} if config and config.fixed_input_size else {}
+    names = timm.list_models() + timm.list_pretrained()  # without and with the tag of their weights
+    if name not in names:
+        near = ", ".join(difflib.get_close_matches(name, names, 5, 0.4))
+        die(f"no backbone {name!r} in torchvision's ResNets or timm; near it: {near or 'nothing'}")
+    fixed = getattr(timm.get_pretrained_cfg(name), "fixed_input_size", False)
+    size = {"img_size": image_size} if fixed else {}
     net = from_hub(name, lambda: timm.create_model(name, pretrained=pretrained, num_classes=0, **size))
     config = timm.data.resolve_model_data_config(net)
     return net, config["mean"], config["std"]
@@ -406,7 +426,7 @@ def from_hub(name, make):
         return make()
     except (OSError, RuntimeError) as problem:
         die(
-            f"the pretrained weights of {name} can't be had ({type(problem).__name__}): download them on a machine with "
+            f"the pretrained weights of {name} can't be had ({type(problem).__name__}): download them where there is "
             "internet and pass --weights FILE, or start from nothing with --weights none"
         )
 
@@ -429,17 +449,36 @@ def load_body(net, path, head):
 
 
 def read_state(path):
-    """Tensors of a .pth or .safetensors file, on the CPU, nothing executed."""
+    """The dictionary of a .pth or .safetensors file, on the CPU, nothing executed"""
     try:
         if str(path).endswith(".safetensors"):
             from safetensors.torch import load_file
 
             return load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
     except FileNotFoundError:
         die(f"there is no file {path}")
     except Exception as problem:  # truncated archives and foreign pickles raise all sorts
         die(f"{path} is not a whole file of weights: {str(problem).splitlines()[0]}")
+
+
+def start_from(args):
+    """The checkpoint whose weights are the model's first, before or instead of --weights"""
+    last = Path(args.resume) / "last.pt"
+    if args.resume and last.exists():
+        return last
+    run = args.eval_only or args.init_from
+    if run and not (Path(run) / "best.pt").exists():
+        die(f"{run} has no best.pt: it is not a run, or was stopped in its first epoch")
+    return Path(run) / "best.pt" if run else None
+
+
+def load_weights(model, path):
+    """The model of a run's checkpoint into one of the same make"""
+    state = read_state(path)["model"]
+    if {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in model.state_dict().items()}:
+        die(f"{path} is of another --backbone or has another number of classes")
+    model.load_state_dict(state)
 
 
 def hash_weights(module):
@@ -469,7 +508,7 @@ def wait_for_all():
 @contextmanager
 def replacing(path):
     """A temporary path that takes the place of `path` when the block ends well: readers see old or new, never half."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         yield temporary
         os.replace(temporary, path)
@@ -491,6 +530,19 @@ def make_folder(path):
         die(f"{path} can't be written: {problem}")
 
 
+def agreed(answer):
+    """Rank 0's answer, on every rank"""
+    answers = [answer]
+    if world() > 1:
+        dist.broadcast_object_list(answers)
+    return answers[0]
+
+
+def in_batches(rows):
+    rows = np.array(rows)
+    return np.split(rows, range(EVAL_BATCH, len(rows), EVAL_BATCH)) if len(rows) else []
+
+
 def unwrap(thing):
     return thing.module if isinstance(thing, nn.parallel.DistributedDataParallel) else thing
 
@@ -506,7 +558,7 @@ class Run:
     stopping = False  # by Ctrl-C
 
     def __init__(self, args, script):
-        self.args, self.method = args, Path(script).stem
+        self.args, self.script, self.method = args, script, Path(script).stem
         self.device = self.join_processes(args.device)
         self.dtype = self.choose_precision(args.amp)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
@@ -514,8 +566,6 @@ class Run:
             die(f"--batch_size {args.batch_size} can't be shared by {world()} processes")
         self.epoch, self.steps, self.finished = 0, 0, False
         self.rows, self.best = [], {"epoch": 0, "val_mAP": -1.0}  # a row of metrics per epoch
-        self.directory = self.open_directory(script)
-        self.board = self.open_tensorboard() if args.tensorboard and rank() == 0 else None
         signal.signal(signal.SIGINT, self.interrupted)
         torch.manual_seed(args.seed)
 
@@ -531,10 +581,14 @@ class Run:
             die(f"--device {name}: {str(problem).splitlines()[0]}")
         if device.type == "cuda" and not torch.cuda.is_available():
             die(f"--device {name}: torch sees no CUDA device here; use --device cpu")
-        if "WORLD_SIZE" in os.environ and not dist.is_initialized():
+        if device.type not in ("cpu", "cuda", "mps", "xpu"):
+            die(f"--device {name}: nothing can be trained there")
+        if dist.is_torchelastic_launched() and not dist.is_initialized():
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         if device.type == "cuda":
-            device = torch.device("cuda", device.index if world() == 1 else int(os.environ["LOCAL_RANK"]))
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if world() > 1 else device.index or 0)
+            if device.index >= torch.cuda.device_count():
+                die(f"--device {device}: there are only {torch.cuda.device_count()} CUDA devices here")
             torch.cuda.set_device(device)
             torch.backends.cudnn.benchmark = True
             torch.set_float32_matmul_precision("high")
@@ -543,7 +597,13 @@ class Run:
     def choose_precision(self, amp):
         """--amp -> the dtype of autocast, None for full precision"""
         if amp == "auto":
-            amp = "off" if self.device.type != "cuda" else "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+            amp = (
+                "off"
+                if self.device.type != "cuda"
+                else "bf16"
+                if torch.cuda.is_bf16_supported(including_emulation=False)
+                else "fp16"
+            )
         if amp == "fp16" and self.device.type != "cuda":
             die("--amp fp16 needs CUDA: on a CPU use bf16 or off")
         return {"bf16": torch.bfloat16, "fp16": torch.float16, "off": None}[amp]
@@ -551,40 +611,41 @@ class Run:
     def autocast(self):
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None)
 
-    def open_directory(self, script):
+    def open_directory(self):
         """The directory of --resume or --eval_only, or a new one: <out>/<dataset>-<method>-s<seed>-<time>"""
         args = self.args
         if args.resume or args.eval_only:
             directory = Path(args.resume or args.eval_only)
-            made_by = read_json(directory / "config.json", f"{directory} is not a run")["method"]
-            if made_by != self.method:
-                die(f"{directory} was made by {made_by}.py: give it to that script")
+            config = read_json(directory / "config.json", f"{directory} is not a run")
+            if config["method"] != self.method:
+                die(f"{directory} was made by {config['method']}.py: give it to that script")
+            if args.resume and config["processes"] != world() and rank() == 0:
+                print(
+                    f"note: with {world()} processes instead of {config['processes']} its numbers will differ a little"
+                )
             return directory
-        chosen = [None]
+        directory = None
         if rank() == 0:
             name = f"{Path(args.dataset).name}-{self.method}-s{args.seed}"
             while (directory := Path(args.out) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}").exists():
                 time.sleep(0.2)  # another run started in this second
             make_folder(directory)
-            self.describe(directory, script)
-            chosen = [str(directory)]
-        if world() > 1:
-            dist.broadcast_object_list(chosen)
-        return Path(chosen[0])
+            self.describe(directory)
+        return agreed(directory)
 
-    def describe(self, directory, script):
+    def describe(self, directory):
         def git(*words):
-            command = ["git", "-C", str(Path(script).resolve().parent), *words]
+            command = ["git", "-C", str(Path(self.script).resolve().parent), *words]
             try:
                 return subprocess.run(command, capture_output=True, text=True).stdout.strip()
             except OSError:  # no git on this machine
                 return ""
 
-        shutil.copy(script, directory / "script.py")
+        shutil.copy(self.script, directory / "script.py")
         config = {
             "method": self.method,
             "settings": asdict(self.args),
-            "command": " ".join(["python", *sys.argv]),
+            "command": shlex.join(["python", *sys.argv]),
             "commit": git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "-uno") else ""),
             "versions": {
                 "python": platform.python_version(),
@@ -608,7 +669,13 @@ class Run:
     def interrupted(self, *_):
         """Ctrl-C: stops at the next batch, where nothing is half-done; a second one stops at once."""
         self.stopping = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.SIG_IGN if world() > 1 else signal.default_int_handler)
+
+    def stop(self):
+        if rank() == 0 and not self.args.eval_only:
+            start = "python" if world() == 1 else "torchrun ..."
+            print(f"\nstopped; go on with: {start} {sys.argv[0]} --resume {self.directory}", file=sys.stderr)
+        sys.exit(130)
 
     def progress(self, items, what, **more):
         hidden = rank() > 0 or not sys.stderr.isatty()
@@ -619,8 +686,12 @@ class Run:
     def prepare(self, model, data):
         """The model on its device, ready to train; with --linear also the data, embedded by its frozen backbone."""
         self.data = data
-        if self.args.init_from:
-            load_run(model, self.args.init_from)
+        if not data.val and rank() == 0:
+            print("no fully labelled validation images: the last epoch is kept, what needs true labels is left blank")
+        if start_from(self.args):
+            load_weights(model, start_from(self.args))
+        self.directory = self.open_directory()  # only now: what is wrong with flags, data or weights leaves none behind
+        self.board = self.open_tensorboard() if self.args.tensorboard and rank() == 0 else None
         model = model.to(self.device, memory_format=torch.channels_last)
         if self.args.linear:
             self.embed_features(model, data)
@@ -638,10 +709,10 @@ class Run:
         flipped = self.embed(lambda x: model.features(x.flip(3)), data.train, {**key, "flip": True}, "train, flipped")
         for name in ("train", "val", "test"):
             split = getattr(data, name)
-            plain = self.embed(model.features, split, key, name)
-            split.features = Features(plain, flipped if name == "train" else None)
+            if split:
+                split.features = (self.embed(model.features, split, key, name), flipped)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def embed(self, encode, split, key, what):
         """encode(x) of every image of a split, computed once and kept on disk -> float32 (N, D), memory-mapped.
 
@@ -650,51 +721,62 @@ class Run:
         """
         key = json.dumps({**key, "images": split.fingerprint()}, sort_keys=True)
         folder = Path(self.args.data_root) / "embeddings" / hashlib.sha256(key.encode()).hexdigest()[:16]
-        whole = folder / "all.npy"
-        if not whole.exists():
+        whole, size = folder / "all.npy", 8 * EVAL_BATCH
+        if not agreed(whole.exists()):
             make_folder(folder)
-            chunks = np.split(np.arange(len(split)), range(8 * EVAL_BATCH, len(split), 8 * EVAL_BATCH))
-            parts = [folder / f"{chunk[0]:09d}.npy" for chunk in chunks]
-            mine = [(part, chunk) for part, chunk in zip(parts, chunks)][rank() :: world()]
-            total = sum(len(chunk) for _, chunk in mine)
-            with self.progress(None, f"embedding {what}", unit="img", total=total) as bar:
-                for part, chunk in mine:
-                    if not part.exists():
-                        items = [(idx, None) for idx in np.split(chunk, range(EVAL_BATCH, len(chunk), EVAL_BATCH))]
+            parts = {
+                folder / f"{start:09d}.npy": in_batches(range(start, min(start + size, len(split))))
+                for start in range(0, len(split), size)
+            }
+            mine = [(part, batches) for part, batches in list(parts.items())[rank() :: world()] if not part.exists()]
+            pixels = self.pixels(split, [idx for _, batches in mine for idx in batches])
+            with self.progress(
+                None, f"embedding {what}", unit="img", total=sum(len(i) for _, b in mine for i in b)
+            ) as bar:
+                for part, batches in mine:
+                    embedded = []
+                    for x in itertools.islice(pixels, len(batches)):
                         with self.autocast():
-                            embedded = [encode(x).float().cpu() for x in self.pixels(split, items)]
-                        with replacing(part) as temporary, open(temporary, "wb") as file:
-                            np.save(file, torch.cat(embedded).numpy())
-                    bar.update(len(chunk))
+                            embedded.append(encode(x).float().cpu())
+                        bar.update(len(x))
+                    with replacing(part) as temporary, open(temporary, "wb") as file:
+                        np.save(file, torch.cat(embedded).numpy())
             wait_for_all()
             if rank() == 0:
-                join_parts(parts, whole)
+                join_parts(list(parts), whole)
         wait_for_all()
         return np.load(whole, mmap_mode="r", allow_pickle=False)
 
-    def loader(self, split, items):
-        """Raw batches of a split, read ahead by worker processes; `items` are (rows of the split, flip or None)."""
+    def pixels(self, split, batches):
+        """Batches of a split's images on the device: float (B, 3, H, W) in 0..1, channels last. `batches` are arrays of
+        rows of the split, read ahead by worker processes."""
         cuda, workers = self.device.type == "cuda", self.args.workers
-        if split.features:
-            source, workers = split.features, 0
-        else:
-            source, items = split.images, [(split.rows[idx], flip) for idx, flip in items]
-            if workers < 0:
-                workers = (2 if cuda else 0) if source.cached else min(8, os.cpu_count() or 1)
+        if workers < 0:
+            workers = (2 if cuda else 0) if split.images.cached else min(8, os.cpu_count() or 1)
         more = {"num_workers": workers, "pin_memory": cuda, "worker_init_fn": ignore_ctrl_c}
-        return DataLoader(source, sampler=items, batch_size=None, **more)
-
-    def pixels(self, split, items):
-        """Batches on the device: float (B, 3, H, W) in 0..1, channels last; or the features (B, D) of --linear."""
-        for batch in self.loader(split, items):
+        for batch in DataLoader(split.images, sampler=[split.rows[idx] for idx in batches], batch_size=None, **more):
             if self.stopping:
-                if rank() == 0:
-                    print(f"\nstopped; go on with: python {self.method}.py --resume {self.directory}", file=sys.stderr)
-                sys.exit(130)
+                self.stop()
             if isinstance(batch, str):
                 die(batch)
-            batch = batch.to(self.device, non_blocking=True)
-            yield batch.permute(0, 3, 1, 2).float() / 255 if batch.ndim == 4 else batch
+            yield batch.to(self.device, non_blocking=True).permute(0, 3, 1, 2).float() / 255
+
+    def inputs(self, split, batches, flips=None):
+        """What the model takes: pixels, flipped where `flips` says so; with --linear their features (B, D)."""
+        flips = flips or [None] * len(batches)
+        if split.features:
+            plain, mirrored = split.features
+            for idx, flip in zip(batches, flips):
+                rows = plain[idx] if flip is None else np.where(flip[:, None], mirrored[idx], plain[idx])
+                if self.stopping:
+                    self.stop()
+                yield torch.from_numpy(rows).to(self.device, non_blocking=True)
+            return
+        for x, flip in zip(self.pixels(split, batches), flips):
+            if flip is not None:
+                flip = torch.from_numpy(flip).to(self.device, non_blocking=True)
+                x = torch.where(flip.view(-1, 1, 1, 1), x.flip(3), x)
+            yield x
 
     def batches(self, split):
         """One epoch of (x, z, idx), this process's share of every batch; order and flips come from (seed, epoch)."""
@@ -707,13 +789,15 @@ class Run:
             starts = starts[: self.args.max_steps - self.steps]
         stops = [min(start + size, n) for start in starts]
         shares = [slice(start + rank(), stop, world()) for start, stop in zip(starts, stops)]
-        items = [(order[share].numpy(), flip[share].numpy()) for share in shares]
-        order, flip = order.to(self.device), flip.to(self.device)
+        inputs = self.inputs(
+            split, [order[share].numpy() for share in shares], [flip[share].numpy() for share in shares]
+        )
+        order = order.to(self.device)
         self.seen, self.started = sum(stops) - sum(starts), time.perf_counter()
-        batches = zip(starts, stops, shares, self.pixels(split, items))
-        for start, stop, share, x in self.progress(batches, f"epoch {self.epoch}/{self.args.epochs}", total=len(items)):
-            if x.ndim == 4:
-                x = torch.where(flip[share].view(-1, 1, 1, 1), x.flip(3), x)
+        batches = zip(starts, stops, shares, inputs)
+        for start, stop, share, x in self.progress(
+            batches, f"epoch {self.epoch}/{self.args.epochs}", total=len(starts)
+        ):
             self.idx, self.weight = order[share], len(x) * world() / (stop - start)
             yield x, split.z[self.idx], self.idx
 
@@ -724,25 +808,29 @@ class Run:
         self.scaler.update()
         optimizer.zero_grad()
         self.steps += 1
-        self.unchecked.append((self.steps, loss.detach(), self.idx))
+        self.unchecked.append((self.steps - self.steps_before, loss.detach(), self.idx))
         if len(self.unchecked) == CHECK_EVERY:
             self.check_losses()
 
     def check_losses(self):
         """Stops at a loss that is not finite. Not called every step, for it waits for the device."""
-        for step, loss, idx in self.unchecked:
+        losses = torch.stack([loss for _, loss, _ in self.unchecked]).tolist() if self.unchecked else []
+        for loss, (step, _, idx) in zip(losses, self.unchecked):
             if not math.isfinite(loss):
                 rows = ", ".join(map(str, idx.tolist()))
-                die(
-                    f"the loss is {loss.item()} in epoch {self.epoch}, step {step} (training rows {rows}); "
-                    f"{self.directory} keeps the epoch before: try a lower --lr or --amp off"
-                )
+                self.give_up(f"the loss is {loss} in epoch {self.epoch}, step {step} (training rows {rows})")
         self.unchecked = []
+
+    def give_up(self, what):
+        die(f"{what}; {self.directory} keeps the epoch before: try a lower --lr or --amp off")
 
     def log(self, **values):
         """Values of a step, whose mean goes into the epoch's row, or of the epoch. Doesn't wait for the device."""
         for name, value in values.items():
             self.logged.setdefault(name, []).append(value.detach() if torch.is_tensor(value) else torch.tensor(value))
+
+    def measure(self, model, split):
+        return mean_average_precision(self.predict(model, split), split.y) if split else math.nan
 
     def mean_logs(self):
         means = {name: torch.stack(values).float().mean().to(self.device) for name, values in self.logged.items()}
@@ -751,7 +839,7 @@ class Run:
                 dist.all_reduce(means[name])
         return {name: mean.item() / world() for name, mean in means.items()}
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def predict(self, model, split):
         """Logits (N, C) of a split's plain images, in the split's order, on every process."""
         model = unwrap(model).eval()
@@ -759,10 +847,10 @@ class Run:
             for buffer in model.buffers():  # running statistics: rank 0's, as in its checkpoint
                 dist.broadcast(buffer, 0)
         mine = np.arange(len(split))[rank() :: world()]
-        items = [(idx, None) for idx in np.split(mine, range(EVAL_BATCH, len(mine), EVAL_BATCH))]
-        logits = torch.zeros(-(-len(split) // world()), split.y.shape[1], device=self.device)
+        batches = in_batches(mine)
+        logits = torch.zeros(-(-len(split) // world()), len(self.data.classes), device=self.device)
         done = 0
-        for x in self.progress(self.pixels(split, items), "evaluating", total=len(items)):
+        for x in self.progress(self.inputs(split, batches), "evaluating", total=len(batches)):
             with self.autocast():
                 logits[done : done + len(x)] = model(x)
             done += len(x)
@@ -770,6 +858,8 @@ class Run:
             everyone = [torch.empty_like(logits) for _ in range(world())]
             dist.all_gather(everyone, logits)
             logits = torch.stack(everyone, 1).flatten(0, 1)[: len(split)]
+        if not logits.isfinite().all():
+            self.give_up(f"the model's outputs are not finite after epoch {self.epoch}")
         return logits
 
     # -- epochs
@@ -777,13 +867,17 @@ class Run:
     def epochs(self, **state):
         """Numbers of the epochs to train. `state` (modules, optimizers, tensors) is what a checkpoint carries."""
         self.state = state
-        if self.args.eval_only:
-            return self.evaluate_best(state["model"])
+        if self.args.eval_only:  # the best weights are in place since prepare()
+            val, test = (self.measure(state["model"], split) for split in (self.data.val, self.data.test))
+            self.finished = True
+            if rank() == 0:
+                print(f"{self.directory}: val mAP {val:.2f}, test mAP {test:.2f}")
+            return
         if self.args.resume:
             self.restore()
         while not self.finished:
             self.epoch += 1
-            self.unchecked, self.logged = [], {}
+            self.unchecked, self.logged, self.steps_before = [], {}, self.steps
             self.epoch_started = time.perf_counter()
             torch.manual_seed(self.args.seed * 10007 + self.epoch * world() + rank())  # dropout and the like
             for thing in state.values():
@@ -792,29 +886,33 @@ class Run:
             yield self.epoch
             self.finished = self.finished or self.epoch >= self.args.epochs
         self.report()
+        if self.board:
+            self.board.close()
+        if world() > 1:
+            dist.destroy_process_group()
 
     def evaluate(self, model, data):
         """Ends an epoch: validation mAP, test mAP where it is to be reported, a row of metrics, checkpoints."""
         self.check_losses()
         row = {"epoch": self.epoch, **self.mean_logs()}
         images_per_s = self.seen / (time.perf_counter() - self.started)
-        row["val_mAP"] = mean_average_precision(self.predict(model, data.val), data.val.y)
-        better = row["val_mAP"] > self.best["val_mAP"]
+        row["val_mAP"], row["test_mAP"] = self.measure(model, data.val), math.nan
+        better = data.val is None or row["val_mAP"] > self.best["val_mAP"]  # without validation the last is kept
         out_of_patience = not better and 0 <= self.args.patience < self.epoch - self.best["epoch"]
         out_of_steps = 0 < self.args.max_steps <= self.steps
         self.finished = self.epoch >= self.args.epochs or out_of_patience or out_of_steps
-        row["test_mAP"] = math.nan
-        if better or self.finished:
+        test = {"test_mAP": math.nan, "test_F1": {}, "test_AP": {}}
+        if data.test and (self.finished or (better and data.val)):
             logits = self.predict(model, data.test)
-            row["test_mAP"] = mean_average_precision(logits, data.test.y)
+            test["test_mAP"] = row["test_mAP"] = mean_average_precision(logits, data.test.y)
+            test["test_F1"] = f1_scores(logits.sigmoid(), data.test.y)
+            test["test_AP"] = dict(zip(data.classes, average_precision(logits, data.test.y).tolist()))
         if better:
-            self.best = {name: row[name] for name in ("epoch", "val_mAP", "test_mAP")}
-            self.best["test_F1"] = f1_scores(logits.sigmoid(), data.test.y)
-            self.best["test_AP"] = dict(zip(data.classes, average_precision(logits, data.test.y).tolist()))
+            self.best = {"epoch": self.epoch, "val_mAP": row["val_mAP"], **test}
         row |= {"images_per_s": images_per_s, "seconds": time.perf_counter() - self.epoch_started}
         self.rows.append(row)
         if rank() == 0:
-            self.save(better)
+            self.save(model, better)
             self.show(row, better)
 
     def show(self, row, better):
@@ -828,9 +926,9 @@ class Run:
 
     # -- what a run leaves
 
-    def save(self, better):
+    def save(self, model, better):
         if better:
-            weights = unwrap(self.state["model"]).state_dict()
+            weights = unwrap(model).state_dict()  # the one that was measured: an average of weights, maybe
             self.write_tensors("best.pt", {"model": weights, "classes": self.data.classes, **self.best})
         names = ("epoch", "steps", "finished", "rows", "best")
         last = {"run": {name: getattr(self, name) for name in names}, "scaler": self.scaler.state_dict()}
@@ -843,6 +941,8 @@ class Run:
         path = self.directory / "last.pt"
         if not path.exists():  # stopped in its first epoch
             return
+        for litter in self.directory.glob(".*"):  # of a write that was cut off
+            litter.unlink(missing_ok=True)
         last = read_state(path)
         for name, thing in self.state.items():
             if torch.is_tensor(thing):
@@ -875,26 +975,20 @@ class Run:
         """result.json, curve.png and the last line of a run"""
         if rank() > 0:
             return
-        last = self.rows[-1]
-        empty = [name for name, n in zip(self.data.classes, self.data.test.y.sum(0).tolist()) if n == 0]
-        result = {"best_epoch": self.best["epoch"], **{k: v for k, v in self.best.items() if k != "epoch"}}
-        result |= {"last_epoch": last["epoch"], "last_test_mAP": last["test_mAP"]}
+        best, last, data = self.best, self.rows[-1], self.data
+        counts = data.test.y.sum(0).tolist() if data.test else []
+        empty = [name for name, n in zip(data.classes, counts) if n == 0]
+        result = {"best_epoch": best["epoch"], **best, "last_epoch": last["epoch"], "last_test_mAP": last["test_mAP"]}
         result |= {"classes_without_test_positives": empty, "seconds": sum(row["seconds"] for row in self.rows)}
-        write_json(self.directory / "result.json", result)
-        plot_curve(self.rows, self.best["epoch"], self.directory / "curve.png")
+        del result["epoch"]
+        known = {name: None if value != value else value for name, value in result.items()}  # NaN is no JSON
+        write_json(self.directory / "result.json", known)
+        plot_curve(self.rows, best["epoch"], self.directory / "curve.png")
         if empty:
             print(f"{len(empty)} classes have no positive in the test set and count as AP 0: {', '.join(empty)}")
-        print(
-            f"best epoch {self.best['epoch']}: val mAP {self.best['val_mAP']:.2f}, test mAP {self.best['test_mAP']:.2f} "
-            f"(last epoch {last['test_mAP']:.2f}); {self.directory}/curve.png",
-            flush=True,
-        )
-
-    def evaluate_best(self, model):
-        load_run(unwrap(model), self.directory)
-        val, test = (mean_average_precision(self.predict(model, s), s.y) for s in (self.data.val, self.data.test))
-        if rank() == 0:
-            print(f"{self.directory}: val mAP {val:.2f}, test mAP {test:.2f}")
+        chosen = f"best epoch {best['epoch']}" if data.val else f"last epoch {best['epoch']} (no validation)"
+        shown = ", ".join(f"{part} mAP {best[f'{part}_mAP']:.2f}" for part in ("val", "test") if getattr(data, part))
+        print(f"{chosen}: {shown} (last epoch {last['test_mAP']:.2f}); {self.directory}/curve.png", flush=True)
 
 
 def join_parts(parts, whole):
@@ -909,17 +1003,6 @@ def join_parts(parts, whole):
             raise
     for part in parts:
         part.unlink(missing_ok=True)
-
-
-def load_run(model, run):
-    """best.pt of a run directory into a model of the same make."""
-    path = Path(run) / "best.pt"
-    if not path.exists():
-        die(f"{run} has no best.pt: it is not a run, or was stopped in its first epoch")
-    state = read_state(path)["model"]
-    if {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in model.state_dict().items()}:
-        die(f"{path} is of another --backbone or has another number of classes")
-    model.load_state_dict(state)
 
 
 def plot_curve(rows, best_epoch, path):

@@ -1,15 +1,31 @@
-"""Prepares data sets: writes the files that every script reads.
+"""Prepares data sets: from nothing, or from what you have downloaded, to the files that every script reads.
 
-    python data_prep.py scenes --contact_sheet scenes.png
+    python data_prep.py voc
+    python data_prep.py voc --raw /data/VOCdevkit --image_size 224 --contact_sheet voc.png
+    python data_prep.py custom --name pets --images photos --labels labels.csv --val val.csv --test test.csv
+
+Writes formatted_*.npy, dataset.json and the image cache into <data_root>/<data set>, then checks and describes them.
+Safe to kill and to run again: it does what is missing. `--check` only looks.
 
 `scenes` is made by the code below: pictures of twenty objects on cluttered backgrounds, for real training without a
 download. Everyone gets the same files: all randomness comes from numpy's frozen RandomState, all pixels from integer
 arithmetic and from the pinned Pillow and matplotlib (whose DejaVu font draws the objects).
 """
 
+import csv
+import hashlib
 import json
+import math
+import multiprocessing
 import os
 import shutil
+import tarfile
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import zipfile
+import zlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,9 +45,20 @@ import common
 
 @dataclass
 class Args:
-    dataset: tyro.conf.Positional[Literal["scenes"]]
+    dataset: tyro.conf.Positional[Literal["scenes", "voc", "voc2007", "coco", "nus", "cub", "custom"]]
     data_root: str = "data"  # the data set goes into a folder of its own in here
+    raw: str = ""  # archives or extracted files that you have (default: <data_root>/<data set>/raw)
+    image_size: int = 448  # of the image cache
+    cache: bool = True  # --no_cache saves disk: the scripts then decode the files in every epoch
+    check: bool = False  # only verify what is there, every image included
     contact_sheet: str = ""  # also write a picture of 5 x 5 training images with their labels
+    name: str = ""  # custom: what --dataset will call it
+    images: str = ""  # custom: the folder of your images
+    labels: str = ""  # custom: CSV of the training images: image,label
+    val: str = ""  # custom: CSV of fully labelled validation images: image,label1;label2;...
+    test: str = ""  # custom: CSV of fully labelled test images
+    classes: str = ""  # custom: a file with a class a line, or names joined by commas (default: all that occur)
+    from_folders: bool = False  # custom: one sub-folder of --images per class, instead of --labels
 
 
 # ---- 2. Scenes
@@ -76,7 +103,7 @@ CLUTTER = "ABEFGHKMQRSWZ2345789&%#@?$"
 
 
 def draw_labels(rs):
-    """One image's labels: a theme makes its classes more likely, the rest is the classes' own frequency. -> (C,) uint8"""
+    """One image's labels (C,): a theme makes its classes likelier, the rest is the classes' own frequency."""
     theme = THEMES[rs.randint(len(THEMES))]
     weight = np.array([often * (THEME_BOOST if name in theme else 1) for name, (_, _, often) in OBJECTS.items()])
     y = np.zeros(len(CLASSES), dtype=np.uint8)
@@ -86,17 +113,48 @@ def draw_labels(rs):
     return y
 
 
-def draw_scene(rs, y):
-    """An image that shows the objects of y. -> uint8 (SIDE, SIDE, 3)"""
-    canvas = draw_background(rs)
-    for _ in range(rs.randint(2)):
-        stamp(rs, canvas, CLUTTER[rs.randint(len(CLUTTER))], size=rs.randint(12, 28), opacity=rs.randint(60, 101))
+@dataclass
+class Stamp:
+    """One glyph in a scene, all in whole numbers: no version of any library changes a layout."""
+
+    glyph: str
+    size: int
+    opacity: int  # percent
+    angle: int  # degrees
+    stretch: int  # of the width, percent; negative: mirrored
+    middle: list  # x, y
+    inks: list  # colours to try in turn until one shows on what is below
+
+
+def draw_layout(rs, y):
+    """Which glyphs an image of y shows, in the order they are drawn"""
+
+    def stamp(glyph, sizes, opacities, colour=None):
+        size = int(rs.randint(*sizes))
+        usual = (rs.randint(5, size=(8, 1)) > 0) & (colour is not None)  # one object in five has any colour
+        near = np.clip(np.array(colour or (0, 0, 0)) + rs.randint(-60, 61, (8, 3)), 0, 255)
+        return Stamp(
+            glyph,
+            size,
+            opacity=int(rs.randint(*opacities)),
+            angle=int(rs.randint(-20, 21)),
+            stretch=int(rs.randint(85, 118) * (1 if rs.randint(2) else -1)),
+            middle=rs.randint(size * 2 // 5, SIDE - size * 2 // 5 + 1, 2).tolist(),
+            inks=np.where(usual, near, rs.randint(0, 256, (8, 3))).tolist(),
+        )
+
+    clutter = lambda sizes: [stamp(CLUTTER[rs.randint(len(CLUTTER))], sizes, (60, 101)) for _ in range(rs.randint(2))]
     shown = np.repeat(np.flatnonzero(y), 1 + (rs.randint(5, size=y.sum()) == 0))  # one in five objects comes twice
-    for c in rs.permutation(shown):
-        glyph, colour, _ = OBJECTS[CLASSES[c]]
-        stamp(rs, canvas, glyph, size=rs.randint(22, 37), opacity=rs.randint(80, 101), colour=colour)
-    for _ in range(rs.randint(2)):
-        stamp(rs, canvas, CLUTTER[rs.randint(len(CLUTTER))], size=rs.randint(8, 18), opacity=rs.randint(60, 101))
+    objects = [OBJECTS[CLASSES[c]] for c in rs.permutation(shown)]
+    below = clutter((12, 28))
+    return below + [stamp(glyph, (22, 37), (80, 101), colour) for glyph, colour, _ in objects] + clutter((8, 18))
+
+
+def draw_scene(rs, layout):
+    """-> uint8 (SIDE, SIDE, 3)"""
+    canvas = draw_background(rs)
+    for stamp in layout:
+        draw_stamp(rs, canvas, stamp)
     return canvas.astype(np.uint8)
 
 
@@ -122,37 +180,31 @@ def draw_background(rs):
     return np.clip(np.asarray(image, np.int64) + rs.randint(-12, 13, (SIDE, SIDE, 3)), 0, 255)
 
 
-def stamp(rs, canvas, glyph, size, opacity, colour=None):
-    """Draws a glyph onto the canvas in place: rotated, stretched, maybe mirrored, anywhere, in a colour that shows."""
-    fine, box = 4, size * 3 // 2  # drawn four times as fine, in a box with room to turn
-    angle = np.deg2rad(rs.randint(-20, 21))
-    cos, sin = round(float(np.cos(angle)), 9), round(float(np.sin(angle)), 9)
-    scale = GLYPH_SIDE / (size * fine)
-    stretch = scale * rs.randint(85, 118) / 100 * (1 if rs.randint(2) else -1)
-    a, b, d, e = cos * stretch, sin * stretch, -sin * scale, cos * scale
+def draw_stamp(rs, canvas, stamp):
+    """Draws a glyph onto the canvas, in place."""
+    fine, box = 4, stamp.size * 3 // 2  # drawn four times as fine, in a box with room to turn
+    cos, sin = (round(f(math.radians(stamp.angle)), 9) for f in (math.cos, math.sin))
+    down = GLYPH_SIDE / (stamp.size * fine)
+    across = down * stamp.stretch / 100
+    a, b, d, e = cos * across, sin * across, -sin * down, cos * down
     middle_in, middle_out = GLYPH_SIDE / 2, box * fine / 2
     matrix = (a, b, middle_in - (a + b) * middle_out, d, e, middle_in - (d + e) * middle_out)
-    turned = glyph_mask(glyph).transform(
-        (box * fine, box * fine), Image.Transform.AFFINE, matrix
-    )  # nearest: no rounding
-    mask = np.asarray(turned.reduce(fine), np.int64)[..., None]
+    turned = glyph_mask(stamp.glyph).transform((box * fine, box * fine), Image.Transform.AFFINE, matrix)
+    mask = np.asarray(turned.reduce(fine), np.int64)[..., None] * stamp.opacity // 100
 
-    left, top = rs.randint(size * 2 // 5, SIDE - size * 2 // 5 + 1, 2) - box // 2
+    left, top = (at - box // 2 for at in stamp.middle)
     inside = slice(max(top, 0), min(top + box, SIDE)), slice(max(left, 0), min(left + box, SIDE))
     mask = mask[inside[0].start - top : inside[0].stop - top, inside[1].start - left : inside[1].stop - left]
-    under = canvas[inside]
-    brightness = np.array((3, 6, 1))
-    for _ in range(8):
-        usual = colour is not None and rs.randint(5) > 0
-        ink = np.clip(colour + rs.randint(-60, 61, 3), 0, 255) if usual else rs.randint(0, 256, 3)
-        if abs(ink @ brightness - under.reshape(-1, 3).sum(0) @ brightness // (under.size // 3)) > 550:
-            break
-    grain = np.clip(ink + rs.randint(-12, 13, under.shape), 0, 255)
-    mask = mask * opacity // 100
-    canvas[inside] = (under * (255 - mask) + grain * mask) // 255
+    below = canvas[inside]
+    brightness = below.sum((0, 1)) @ BRIGHTNESS // (below.size // 3)
+    shows = np.abs(np.array(stamp.inks) @ BRIGHTNESS - brightness) > 550
+    ink = stamp.inks[shows.argmax() if shows.any() else -1]
+    grain = np.clip(ink + rs.randint(-12, 13, below.shape), 0, 255)
+    canvas[inside] = (below * (255 - mask) + grain * mask) // 255
 
 
 GLYPH_SIDE = 128
+BRIGHTNESS = np.array((3, 6, 1))  # of red, green and blue
 
 
 @cache
@@ -166,44 +218,617 @@ def glyph_mask(glyph):
     return image.resize((GLYPH_SIDE, GLYPH_SIDE), Image.Resampling.BOX)
 
 
+def scene(part, i):
+    """Image i of a part ("train" or "val"): its random state, labels and layout"""
+    rs = np.random.RandomState((SCENES_VERSION, list(SCENES_SIZE).index(part), i))
+    y = draw_labels(rs)
+    return rs, y, draw_layout(rs, y)
+
+
 def make_scenes(folder):
     """Writes the data set into `folder`, all or nothing; does nothing when it is there."""
-    info = folder / "dataset.json"
-    if info.exists() and common.read_json(info, "")["version"] == SCENES_VERSION:
-        return
-    if folder.exists() and not info.exists():
-        common.die(f"{folder} exists but holds no scenes: move it away or choose another --data_root")
-    building = folder.with_name(f".{folder.name}.{os.getpid()}")
-    common.make_folder(building)
-    total = sum(SCENES_SIZE.values())
-    with tqdm(total=total, desc="making scenes", unit="img", leave=False, disable=None) as bar:
-        for code, (part, n) in enumerate(SCENES_SIZE.items()):
+    info = {"name": "scenes", "version": SCENES_VERSION, "classes": CLASSES, "image_folder": "images"}
+    if folder.exists():
+        found = common.read_json(folder / "dataset.json", f"{folder} exists but holds no scenes: move it away")
+        if found == info:
+            return
+        if found.get("name") != "scenes":
+            common.die(f"{folder} holds another data set: move it away, or choose another --data_root")
+    common.make_folder(folder.parent)
+    building = Path(tempfile.mkdtemp(prefix=".scenes-", dir=folder.parent))
+    building.chmod(0o755)
+    with tqdm(total=sum(SCENES_SIZE.values()), desc="making scenes", unit="img", leave=False, disable=None) as bar:
+        for part, n in SCENES_SIZE.items():
             (building / "images" / part).mkdir(parents=True)
             names = np.array([f"{part}/{i:05d}.png" for i in range(n)])
             y = np.zeros((n, len(CLASSES)), dtype=np.uint8)
             pixels = np.zeros((n, SIDE, SIDE, 3), dtype=np.uint8)
             for i in range(n):
-                rs = np.random.RandomState((SCENES_VERSION, code, i))
-                y[i] = draw_labels(rs)
-                pixels[i] = draw_scene(rs, y[i])
+                rs, y[i], layout = scene(part, i)
+                pixels[i] = draw_scene(rs, layout)
                 Image.fromarray(pixels[i]).save(building / "images" / names[i], compress_level=1)
                 bar.update()
             np.save(building / f"formatted_{part}_images.npy", names)
             np.save(building / f"formatted_{part}_labels.npy", y)
             np.save(building / f"formatted_{part}_labels_obs.npy", common.draw_single_positives(y))
             np.save(building / f"cache_{part}_{SIDE}.npy", pixels)
-            made_for = {"images": common.hash_names(names)}
-            (building / f"cache_{part}_{SIDE}.json").write_text(json.dumps(made_for))
-    content = {"name": "scenes", "version": SCENES_VERSION, "classes": CLASSES, "image_folder": "images"}
-    (building / "dataset.json").write_text(json.dumps(content, indent=1))
-    shutil.rmtree(folder, ignore_errors=True)
+            common.write_json(building / f"cache_{part}_{SIDE}.json", {"images": common.hash_names(names)})
+    common.write_json(building / "dataset.json", info)
+    if folder.exists():
+        shutil.rmtree(folder)  # scenes of another version
     try:
         building.rename(folder)
-    except OSError:  # another process was first
+    except OSError:
         shutil.rmtree(building)
+        if not folder.exists():  # else another process was first
+            raise
 
 
-# ---- 3. A look at the data
+# ---- 3. Official data sets: download, extract, read
+
+OXFORD = "https://thor.robots.ox.ac.uk/pascal/VOC"
+ARCHIVES = {  # data set: [(address, md5 where one is published)]
+    "voc": [(f"{OXFORD}/voc2012/VOCtrainval_11-May-2012.tar", "6cd6e144f989b92b3379bac3b3de84fd")],
+    "voc2007": [
+        (f"{OXFORD}/voc2007/VOCtrainval_06-Nov-2007.tar", "c52e279531787c972589f7e41ab4ae64"),
+        (f"{OXFORD}/voc2007/VOCtest_06-Nov-2007.tar", "b6e924de25625d8de591ea690078ad9f"),
+    ],
+    "coco": [
+        ("https://images.cocodataset.org/annotations/annotations_trainval2014.zip", ""),
+        ("https://images.cocodataset.org/zips/train2014.zip", ""),
+        ("https://images.cocodataset.org/zips/val2014.zip", ""),
+    ],
+    "cub": [("https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz", "")],
+}
+MARKERS = {  # files that must be there before a data set can be read, relative to its root
+    "voc": ["ImageSets/Main/aeroplane_train.txt", "JPEGImages"],
+    "voc2007": ["ImageSets/Main/aeroplane_trainval.txt", "ImageSets/Main/aeroplane_test.txt", "JPEGImages"],
+    "coco": ["annotations/instances_train2014.json", "annotations/instances_val2014.json", "train2014", "val2014"],
+    "cub": ["images.txt", "train_test_split.txt", "attributes/image_attribute_labels.txt", "images"],
+}
+
+
+@dataclass
+class Source:
+    """What a reader found: image names relative to image_folder and labels, per formatted file."""
+
+    classes: list
+    image_folder: Path
+    names: dict  # part: list of names
+    labels: dict  # part: (N, C) uint8, full labels
+    observed: dict  # part: (N, C) uint8, where they are given and not to be drawn
+
+
+def fetch(args):
+    """The root of the extracted data set, after whatever download and extraction it takes."""
+    raw = Path(args.raw or Path(args.data_root) / args.dataset / "raw")
+    root = find_root(raw, MARKERS[args.dataset])
+    if root:
+        return root
+    for address, md5 in ARCHIVES[args.dataset]:
+        archive = raw / address.rsplit("/", 1)[1]
+        extracted = archive.with_name(archive.name + ".extracted")
+        if not extracted.exists():
+            download(address, archive, md5)
+            extract(archive, raw)
+            extracted.touch()
+    root = find_root(raw, MARKERS[args.dataset])
+    if not root:
+        common.die(f"{raw} was filled but lacks {', '.join(MARKERS[args.dataset])}: another release of {args.dataset}?")
+    return root
+
+
+def find_root(raw, markers):
+    """raw, or a folder up to two levels below it, that holds all markers"""
+    for depth in ("", "*/", "*/*/"):
+        for found in sorted(raw.glob(depth + markers[0])):
+            root = found.parents[markers[0].count("/")]
+            if all((root / marker).exists() for marker in markers):
+                return root
+    return None
+
+
+def download(address, path, md5="", tries=5):
+    """Downloads to `path`, going on where a broken download stopped; checks size and checksum."""
+    common.make_folder(path.parent)
+    by_hand = f"download {address} in another way and put it at {path}"
+    partial = path.with_name(path.name + ".part")
+    for attempt in range(0 if path.exists() else tries):
+        try:
+            download_rest(address, partial)
+            os.replace(partial, path)
+            break
+        except OSError as problem:  # urllib's errors too
+            if isinstance(problem, urllib.error.HTTPError) or attempt == tries - 1:
+                common.die(f"{address} can't be downloaded ({problem}): {by_hand}")
+            time.sleep(2**attempt / 4)
+    if md5:
+        with open(path, "rb") as file:
+            digest = hashlib.md5()
+            while block := file.read(1 << 20):
+                digest.update(block)
+        if digest.hexdigest() != md5:
+            path.unlink()
+            common.die(f"{path} was not the published file (md5 {digest.hexdigest()}) and is deleted: {by_hand}")
+
+
+def download_rest(address, partial):
+    done = partial.stat().st_size if partial.exists() else 0
+    request = urllib.request.Request(address, headers={"Range": f"bytes={done}-"} if done else {})
+    try:
+        answer = urllib.request.urlopen(request, timeout=60)
+    except urllib.error.HTTPError as problem:
+        if problem.code == 416 and problem.headers.get("Content-Range", "").endswith(f"/{done}"):
+            return  # it was whole
+        raise
+    with answer, open(partial, "ab" if answer.status == 206 else "wb") as file:
+        total = int(answer.headers["Content-Length"]) + file.tell()
+        bar = dict(total=total, initial=file.tell(), unit="B", unit_scale=True, leave=False, disable=None)
+        with tqdm(desc=f"downloading {partial.stem}", **bar) as progress:
+            while block := answer.read(1 << 20):
+                file.write(block)
+                progress.update(len(block))
+        if file.tell() != total:
+            raise ConnectionError(f"{file.tell()} of {total} bytes came")
+
+
+def extract(archive, folder):
+    """Unpacks a tar or zip; members that would land outside the folder are refused."""
+    try:
+        if archive.suffix == ".zip":
+            with zipfile.ZipFile(archive) as pack:
+                members = pack.infolist()
+                outside = [
+                    m.filename for m in members if not (folder / m.filename).resolve().is_relative_to(folder.resolve())
+                ]
+                if outside:
+                    common.die(f"{archive} would write outside {folder}: {outside[0]}")
+                for member in tqdm(members, f"extracting {archive.name}", leave=False, disable=None):
+                    pack.extract(member, folder)
+        else:
+            with tarfile.open(archive) as pack:
+                for member in tqdm(pack, f"extracting {archive.name}", leave=False, disable=None):
+                    pack.extract(member, folder, filter="data")
+    except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error) as problem:
+        common.die(f"{archive} is damaged or unsafe ({problem}): delete it and run this again")
+
+
+VOC_CLASSES = ["aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable"]
+VOC_CLASSES += ["dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"]
+
+
+def read_voc(root, official):
+    """`official`: formatted part -> the official set. 1 is positive; -1 and 0 ("difficult") are not."""
+    names, labels = {}, {}
+    for part, name in official.items():
+        rows = {}
+        for c, class_name in enumerate(VOC_CLASSES):
+            path = root / "ImageSets/Main" / f"{class_name}_{name}.txt"
+            for line in read_lines(path):
+                image, value = line.split()
+                rows.setdefault(image, np.zeros(len(VOC_CLASSES), dtype=np.uint8))[c] = value == "1"
+        kept = sorted(image for image, y in rows.items() if y.any())
+        names[part] = [f"{image}.jpg" for image in kept]
+        labels[part] = np.stack([rows[image] for image in kept])
+    return Source(VOC_CLASSES, root / "JPEGImages", names, labels, {})
+
+
+def read_coco(root):
+    """Crowd annotations count; images without annotations drop out; rows in the order of the ids as strings."""
+    names, labels = {}, {}
+    for part in ("train", "val"):
+        path = root / "annotations" / f"instances_{part}2014.json"
+        files, column, rows = {}, {}, {}
+        found = []  # annotations may come before the categories that number them
+        with tqdm(desc=f"reading {path.name}", unit=" entries", leave=False, disable=None) as bar:
+            for section, entry in stream_json(path):
+                bar.update()
+                if section == "images":
+                    files[entry["id"]] = entry["file_name"]
+                elif section == "categories":
+                    column[entry["id"]] = (len(column), entry["name"])
+                elif section == "annotations":
+                    found.append((entry["image_id"], entry["category_id"]))
+        for image, category in found:
+            rows.setdefault(image, set()).add(column[category][0])
+        order = sorted(rows, key=str)
+        names[part] = [f"{part}2014/{files[image]}" for image in order]
+        labels[part] = np.zeros((len(order), len(column)), dtype=np.uint8)
+        for row, image in enumerate(order):
+            labels[part][row, list(rows[image])] = 1
+    return Source([name for _, name in column.values()], root, names, labels, {})
+
+
+def stream_json(path, block=1 << 20):
+    """(key, element) for every element of the lists in a file's top object: a COCO file is too large to hold whole."""
+    decoder, text, at = json.JSONDecoder(), "", 0
+    with open(path, encoding="utf-8") as file:
+
+        def skip(characters):
+            nonlocal text, at
+            while True:
+                while at < len(text) and text[at] in characters:
+                    at += 1
+                if at < len(text):
+                    return text[at]
+                text, at = file.read(block), 0
+                if not text:
+                    common.die(f"{path} ends too early: it is only a part of the file")
+
+        def value():
+            nonlocal text, at
+            while True:
+                try:
+                    result, end = decoder.raw_decode(text, at)
+                    if text[end : end + 1] in {*" \t\r\n,:]}"}:  # else a number may go on in the next block
+                        at = end
+                        return result
+                except ValueError:
+                    pass
+                more = file.read(max(block, len(text) - at))
+                if not more:
+                    common.die(f"{path} is not a whole JSON file")
+                text, at = text[at:] + more, 0
+
+        skip(" \t\r\n{")
+        while skip(" \t\r\n,") != "}":
+            key = value()
+            if skip(" \t\r\n:") != "[":
+                value()
+                continue
+            at += 1
+            while skip(" \t\r\n,") != "]":
+                yield key, value()
+            at += 1
+
+
+def read_cub(root):
+    """312 attributes; is_present alone counts, certainty doesn't; some lines carry extra columns."""
+    files = dict(line.split(maxsplit=1) for line in read_lines(root / "images.txt"))
+    is_train = dict(line.split() for line in read_lines(root / "train_test_split.txt"))
+    listed = next((p for p in (root / "attributes/attributes.txt", root.parent / "attributes.txt") if p.exists()), None)
+    if not listed:
+        common.die(
+            f"{root.parent / 'attributes.txt'} is missing: it is in CUB_200_2011.tgz beside the CUB_200_2011 folder"
+        )
+    classes = [line.split(maxsplit=1)[1] for line in read_lines(listed)]
+    ids = sorted(files, key=int)
+    row = {image: i for i, image in enumerate(ids)}
+    y = np.zeros((len(ids), len(classes)), dtype=np.uint8)
+    with open(root / "attributes/image_attribute_labels.txt") as file:
+        for line in tqdm(file, "reading attributes", unit=" lines", leave=False, disable=None):
+            image, attribute, present = line.split()[:3]
+            y[row[image], int(attribute) - 1] = present == "1"
+    chosen = {"train": np.array([is_train[image] == "1" for image in ids])}
+    chosen["val"] = ~chosen["train"]
+    names = {part: [files[image] for image, keep in zip(ids, keeps) if keep] for part, keeps in chosen.items()}
+    return Source(classes, root / "images", names, {part: y[keeps] for part, keeps in chosen.items()}, {})
+
+
+NUS_HELP = """NUS-WIDE can't be downloaded freely. Put into {raw} one of:
+  (1) the authors' formatted_{{train,val}}_{{images,labels}}.npy (zenodo.org/records/10162606: Cole et al.'s re-crawl)
+      and the images they name in a folder images/
+  (2) the official lists: ImageList/{{Train,Test}}Imagelist.txt, TrainTestLabels/Labels_<concept>_{{Train,Test}}.txt and
+      ConceptsList/Concepts81.txt, and the images in a folder images/ (on request from NUS)
+and run this again. The two are different images: their results can't be compared."""
+
+
+def read_nus(raw):
+    if (raw / "formatted_train_images.npy").exists():
+        arrays = {
+            (part, kind): common.read_array(raw / f"formatted_{part}_{kind}.npy", ndim)
+            for part in ("train", "val")
+            for kind, ndim in (("images", 1), ("labels", 2))
+        }
+        names = {part: [str(name) for name in arrays[part, "images"]] for part in ("train", "val")}
+        labels = {part: arrays[part, "labels"].astype(np.uint8) for part in ("train", "val")}
+        concepts = raw / "Concepts81.txt"
+        classes = read_lines(concepts) if concepts.exists() else [f"class {c}" for c in range(labels["train"].shape[1])]
+        return Source(classes, raw / "images", names, labels, {})
+    if not (raw / "ImageList/TrainImagelist.txt").exists():
+        common.die(NUS_HELP.format(raw=raw))
+    classes = read_lines(raw / "ConceptsList/Concepts81.txt")
+    names, labels = {}, {}
+    for part, official in (("train", "Train"), ("val", "Test")):
+        names[part] = [line.replace("\\", "/") for line in read_lines(raw / f"ImageList/{official}Imagelist.txt")]
+        columns = [read_lines(raw / f"TrainTestLabels/Labels_{name}_{official}.txt") for name in classes]
+        uneven = [name for name, column in zip(classes, columns) if len(column) != len(names[part])]
+        if uneven:
+            common.die(f"Labels_{uneven[0]}_{official}.txt has not as many lines as {official}Imagelist.txt")
+        labels[part] = (np.array(columns) == "1").T.astype(np.uint8)
+    return Source(classes, raw / "images", names, labels, {})
+
+
+def read_lines(path):
+    try:
+        return [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
+    except OSError as problem:
+        common.die(f"{path} can't be read: {problem.strerror}")
+
+
+# ---- 4. Your own images
+
+IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff")
+
+
+def read_custom(args):
+    """labels.csv (image, its one known label) or class folders; val.csv and test.csv (image, all labels joined by ;)"""
+    folder, problems, tables = Path(args.images), [], {}
+    if not args.images or not folder.is_dir():
+        common.die(f"--images {args.images!r} is not a folder")
+    if args.from_folders:
+        found = sorted(path for path in folder.glob("*/**/*") if path.suffix.lower() in IMAGE_ENDINGS)
+        names = [path.relative_to(folder).as_posix() for path in found]
+        tables["train"] = [(name, [name.split("/")[0]], f"{folder / name}") for name in names]
+    elif args.labels:
+        tables["train"] = read_table(args.labels, folder, problems)
+    else:
+        common.die("say which label is known of each image: --labels labels.csv, or --from_folders")
+    for part, path in (("valid", args.val), ("val", args.test)):
+        if path:
+            tables[part] = read_table(path, folder, problems)
+
+    seen = {}
+    for table in tables.values():
+        for image, labels, place in table:
+            if image in seen:
+                problems.append(f"{place}: {image} comes again (first at {seen[image]})")
+            seen.setdefault(image, place)
+            if not labels:
+                problems.append(f"{place}: {image} has no label")
+    problems += [
+        f"{place}: a training image has one known label, not {len(labels)} ({'; '.join(labels)})"
+        for _, labels, place in tables["train"]
+        if len(labels) > 1
+    ]
+    known = {label for _, labels, _ in tables["train"] for label in labels}
+    if args.classes:
+        given = Path(args.classes)
+        classes = read_lines(given) if given.is_file() else [name.strip() for name in args.classes.split(",")]
+    else:
+        classes = sorted(known.union(*(labels for table in tables.values() for _, labels, _ in table)))
+    for table in tables.values():
+        problems += [
+            f"{place}: {label!r} is not one of the {len(classes)} classes"
+            for _, labels, place in table
+            for label in labels
+            if label not in classes
+        ]
+    problems += [f"class {name!r} has no training example" for name in classes if name not in known]
+    if not tables["train"]:
+        problems.append("there is no training image")
+    if problems:
+        shown = "\n  ".join(problems[:200])
+        more = f"\n  ... and {len(problems) - 200} more" if len(problems) > 200 else ""
+        common.die(f"{len(problems)} problems, nothing was written:\n  {shown}{more}")
+
+    names = {part: [image for image, _, _ in table] for part, table in tables.items()}
+    labels = {}
+    for part, table in tables.items():
+        labels[part] = np.zeros((len(table), len(classes)), dtype=np.uint8)
+        for row, (_, found, _) in enumerate(table):
+            labels[part][row, [classes.index(label) for label in found]] = 1
+    return Source(classes, folder.resolve(), names, labels, {"train": labels.pop("train")})
+
+
+def read_table(path, folder, problems):
+    """[(image, labels, "file:line")] of a CSV; what is wrong with a line goes to `problems`."""
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            lines = [(f"{path}:{number}", line) for number, line in enumerate(csv.reader(file), 1) if any(line)]
+    except (OSError, UnicodeDecodeError, csv.Error) as problem:
+        common.die(f"{path} can't be read: {problem}")
+    if lines and lines[0][1][0].strip().lower() == "image":
+        place, header = lines.pop(0)
+        unknown = [name for name in header[1:] if name.strip().lower() not in ("label", "labels")]
+        if unknown or len(header) != 2:
+            problems.append(f"{place}: the columns are image,label; unknown: {', '.join(unknown) or 'none'}")
+    table = []
+    for place, line in lines:
+        if len(line) != 2:
+            problems.append(f"{place}: two columns (image,label), not {len(line)}")
+            continue
+        image = line[0].strip()
+        inside = (folder / image).resolve().is_relative_to(folder.resolve())
+        if not inside:
+            problems.append(f"{place}: {image} is outside {folder}")
+        elif not (folder / image).is_file():
+            problems.append(f"{place}: there is no {folder / image}")
+        table.append((image, [label.strip() for label in line[1].split(";") if label.strip()], place))
+    return table
+
+
+# ---- 5. Write, cache, check
+
+EXPECTED = {  # data set: (classes, part: (images, labels or None, positives per training image or None))
+    "voc": (20, {"train": (5717, 8331, 1.46), "val": (5823, 8351, None)}),
+    "voc2007": (20, {"train": (5011, None, None), "val": (4952, None, None)}),
+    "coco": (80, {"train": (82081, None, 2.94), "val": (40137, None, None)}),
+    "nus": (81, {"train": (150000, None, 1.89), "val": (60260, None, None)}),
+    "cub": (312, {"train": (5994, None, 31.4), "val": (5794, None, None)}),
+}
+VOC_DRAWS = [12, 4, 11, 19, 6, 0, 14, 0, 10, 18, 11, 7]  # the observed classes of the first training images
+
+
+def write_source(folder, name, source):
+    """The formatted files. While they are being written a marker forbids their use."""
+    common.make_folder(folder)
+    unfinished = folder / common.UNFINISHED
+    unfinished.touch()
+    for old in folder.glob("formatted_*.npy"):
+        old.unlink()
+    observed = source.observed or {part: common.draw_single_positives(y) for part, y in source.labels.items()}
+    for kind, parts in (("images", source.names), ("labels", source.labels), ("labels_obs", observed)):
+        for part, content in parts.items():
+            np.save(folder / f"formatted_{part}_{kind}.npy", np.array(content))
+    info = {"name": name, "classes": source.classes, "image_folder": str(source.image_folder.resolve())}
+    common.write_json(folder / "dataset.json", info)
+    unfinished.unlink()
+
+
+def parts_of(folder):
+    return [part for part in ("train", "valid", "val") if (folder / f"formatted_{part}_images.npy").exists()]
+
+
+def visit(images, what, target, rows, compare, done=None):
+    """Decodes the rows of `images` in several processes, into `target` or to compare with it; -> what went wrong"""
+    jobs = [
+        (images.image_folder, [images.names[row] for row in chunk], chunk, images.size, target, compare)
+        for chunk in np.split(rows, range(64, len(rows), 64))
+        if len(chunk)
+    ]
+    problems = []
+    processes = multiprocessing.get_context("spawn").Pool(os.cpu_count()) if len(jobs) > 1 else None
+    with tqdm(total=len(rows), desc=what, unit="img", leave=False, disable=None) as bar:
+        for chunk, failed in processes.imap_unordered(visit_chunk, jobs) if processes else map(visit_chunk, jobs):
+            if done is not None:
+                done[[row for row in chunk if row not in failed]] = True
+            problems += failed.values()
+            bar.update(len(chunk))
+    if processes:
+        processes.close()
+    return problems
+
+
+def visit_chunk(job):
+    image_folder, names, rows, size, target, compare = job
+    pixels = target and np.load(target, mmap_mode="r" if compare else "r+", allow_pickle=False)
+    failed = {}
+    for row, name in zip(rows, names):
+        try:
+            image = common.decode(image_folder / name, size)
+        except common.UNREADABLE as problem:
+            failed[row] = f"{image_folder / name}: {problem}"
+            continue
+        if target and not compare:
+            pixels[row] = image
+        elif target and not np.array_equal(pixels[row], image):
+            failed[row] = f"{image_folder / name}: not the same pixels as in {target}"
+    return rows, failed
+
+
+def make_cache(images, what):
+    """The pre-resized cache of one formatted file: goes on where it was stopped, takes its name when it is whole."""
+    if images.cached:
+        return []
+    partial, done_path = (images.cache.with_name(images.cache.name + ending) for ending in (".part", ".done"))
+    description = {"images": common.hash_names(images.names)}
+    described = images.cache.with_suffix(".json")
+    same = described.exists() and common.read_json(described, "") == description
+    if not (same and partial.exists() and done_path.exists()):
+        common.write_json(described, description)
+        shape = len(images), images.size, images.size, 3
+        np.lib.format.open_memmap(partial, "w+", np.uint8, shape).flush()
+        np.lib.format.open_memmap(done_path, "w+", bool, (len(images),)).flush()
+    done = np.lib.format.open_memmap(done_path, "r+")
+    problems = visit(images, what, partial, np.flatnonzero(~done), compare=False, done=done)
+    if not problems:
+        os.replace(partial, images.cache)
+        done_path.unlink()
+    return problems
+
+
+def check_counts(folder, name):
+    """The numbers that are known of a data set; -> what is wrong"""
+    if name not in EXPECTED:
+        return []
+    classes, parts = EXPECTED[name]
+    problems = []
+    for part, (n_images, n_labels, per_image) in parts.items():
+        y = common.read_array(folder / f"formatted_{part}_labels.npy", ndim=2)
+        train_rows, _ = common.split_indices(len(y))
+        if y.shape != (n_images, classes):
+            cause = "files are missing, or it is another release"
+            if name == "nus":
+                cause = "the official lists have other images than the 150,000 / 60,260 of the papers"
+            problems.append(
+                f"{part}: {len(y):,} images and {y.shape[1]} classes, not {n_images:,} and {classes} ({cause})"
+            )
+        elif n_labels and y.sum() != n_labels:
+            problems.append(f"{part}: {int(y.sum()):,} labels, not {n_labels:,} (are 0, 'difficult', and 1 mixed up?)")
+        elif per_image and abs(y[train_rows].sum(1).mean() - per_image) > 0.05 * per_image**0.5:
+            problems.append(f"{part}: {y[train_rows].sum(1).mean():.2f} positives per image, not {per_image}")
+    if name == "voc" and not problems:
+        z = common.read_array(folder / "formatted_train_labels_obs.npy", ndim=2)
+        if z[: len(VOC_DRAWS)].argmax(1).tolist() != VOC_DRAWS:
+            problems.append(
+                "train: the observed labels are not the published draw (has formatted_train_labels_obs.npy changed?)"
+            )
+    return problems
+
+
+def summarise(folder):
+    classes = common.read_json(folder / "dataset.json", f"{folder} is not prepared")["classes"]
+    what = {"train": "training", "valid": "validation", "val": "test"}
+    for part in parts_of(folder):
+        full, observed = (folder / f"formatted_{part}_{kind}.npy" for kind in ("labels", "labels_obs"))
+        y = common.read_array(full if full.exists() else observed, ndim=2)
+        count = y.sum(0).astype(int)
+        order = np.argsort(count, kind="stable")
+        named = [f"{classes[c]} {count[c]:,}" for c in order]
+        kind = "positives" if full.exists() else "known positives"
+        print(
+            f"{what[part]} file: {len(y):,} images, {len(classes)} classes, {y.sum(1).mean():.2f} {kind} per image, "
+            f"{int((y.sum(1) == 0).sum()):,} images without one\n"
+            f"  rarest: {', '.join(named[:3])}; most frequent: {', '.join(named[:-4:-1])}"
+        )
+
+
+def prepare(args):
+    """Makes what is missing, checks what there is; -> the data set's folder"""
+    name = args.name if args.dataset == "custom" else args.dataset
+    if not name or Path(name).name != name or (args.dataset == "custom" and name in (*EXPECTED, "scenes")):
+        common.die(f"--name {name!r}: give your data set a name of its own, without slashes")
+    folder = Path(args.data_root) / name
+    ready = (folder / "dataset.json").exists() and not (folder / common.UNFINISHED).exists()
+    if args.check and not ready:
+        common.die(f"{folder} is not prepared: run this without --check")
+    if args.dataset == "scenes":
+        make_scenes(folder)
+    elif not args.check and (args.dataset == "custom" or not ready):
+        write_source(folder, name, read_source(args))
+
+    problems = check_counts(folder, name)
+    if problems and not (args.dataset == "nus" and "official lists" in problems[0]):
+        common.die(f"{folder} is not what it should be: {'; '.join(problems)}")
+    for problem in problems:
+        print(f"note: {problem}")
+    image_folder = common.read_json(folder / "dataset.json", "")["image_folder"]
+    size = SIDE if args.dataset == "scenes" else args.image_size
+    parts = {part: common.Images(folder, folder / image_folder, part, size) for part in parts_of(folder)}
+    need = sum(len(images) * size * size * 3 for images in parts.values() if not images.cached)
+    if need and args.cache and not args.check:
+        free = shutil.disk_usage(folder).free
+        print(f"the image cache at {size} pixels takes {need / 1e9:.1f} GB; {free / 1e9:.0f} GB are free")
+        if need > free:
+            common.die("the disk is too small for the image cache: say --no_cache, or choose a smaller --image_size")
+    damaged = []
+    for part, images in parts.items():
+        if args.check or not args.cache:
+            target = images.cache if images.cached else None
+            damaged += visit(images, f"checking {part}", target, np.arange(len(images)), compare=True)
+        else:
+            damaged += make_cache(images, f"resizing {part}")
+    if damaged:
+        listed = "\n  ".join(sorted(damaged))
+        common.die(f"{len(damaged)} images are damaged; replace them and run this again:\n  {listed}")
+    return folder
+
+
+def read_source(args):
+    if args.dataset == "custom":
+        return read_custom(args)
+    if args.dataset == "nus":
+        return read_nus(Path(args.raw or Path(args.data_root) / "nus" / "raw"))
+    root = fetch(args)
+    if args.dataset == "voc":
+        return read_voc(root, {"train": "train", "val": "val"})
+    if args.dataset == "voc2007":
+        return read_voc(root, {"train": "trainval", "val": "test"})
+    return read_coco(root) if args.dataset == "coco" else read_cub(root)
+
+
+# ---- 6. A look at the data
 
 
 def contact_sheet(data, path, side=5):
@@ -211,22 +836,30 @@ def contact_sheet(data, path, side=5):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    chosen = np.sort(np.random.RandomState(0).choice(len(data.train), side * side, replace=False))
-    pixels = data.train.images[data.train.rows[chosen], None].numpy()
+    n = min(side * side, len(data.train))
+    chosen = np.sort(np.random.RandomState(0).choice(len(data.train), n, replace=False))
+    pixels = data.train.images[data.train.rows[chosen]].numpy()
     figure, axes = plt.subplots(side, side, figsize=(2 * side, 2.3 * side), layout="constrained")
+    for axis in axes.flat:
+        axis.set_axis_off()
     for axis, idx, image in zip(axes.flat, chosen, pixels):
-        y, z = data.train.y[idx].tolist(), data.train.z[idx].tolist()
+        z = data.train.z[idx].tolist()
+        y = z if data.train.y is None else data.train.y[idx].tolist()
         observed = [name for name, seen in zip(data.classes, z) if seen]
         hidden = [name for name, true, seen in zip(data.classes, y, z) if true and not seen]
         axis.imshow(image)
-        axis.set_axis_off()
         axis.set_title("\n".join(observed), fontsize=9, fontweight="bold", color="tab:green", loc="left", pad=3)
         axis.text(0, -0.04, ", ".join(hidden), fontsize=7, color="grey", va="top", transform=axis.transAxes, wrap=True)
     figure.savefig(path, dpi=110)
 
 
+# ---- 7. Go
+
 if __name__ == "__main__":
     args = tyro.cli(Args, use_underscores=True)
-    data = common.load(SimpleNamespace(**vars(args), image_size=SIDE, known_ratio=0.0))
+    folder = prepare(args)
+    summarise(folder)
     if args.contact_sheet:
+        size = SIDE if args.dataset == "scenes" else args.image_size
+        data = common.load(SimpleNamespace(dataset=str(folder), data_root="", image_size=size, known_ratio=0.0))
         contact_sheet(data, args.contact_sheet)

@@ -28,7 +28,7 @@ def test_split_fingerprints():
 
 
 def test_single_positive_fingerprint():
-    y = np.array([[int(bit) for bit in row] for row in "10101 01010 11111 00010 10001 01101".split()])
+    y = np.array([[int(bit) for bit in row] for row in ("10101", "01010", "11111", "00010", "10001", "01101")])
     for labels in (y, y.astype(np.float64), torch.tensor(y)):
         z = common.draw_single_positives(labels)
         assert z.dtype == np.uint8
@@ -141,6 +141,8 @@ def test_presets_hold_only_known_settings_that_differ():
         (["--lr", "0"], "--lr must be above 0"),
         (["--batch_size", "0"], "--batch_size must be at least 1"),
         (["--known_ratio", "1.5"], "between 0 and 1"),
+        (["--max_steps", "-3"], "--max_steps must be at least 0"),
+        (["--seed", str(10**18)], "--seed must be at least 0 and below"),
         (["--resume", "nowhere"], "not a run"),
     ],
 )
@@ -149,6 +151,12 @@ def test_bad_command_lines(words, expected, capsys):
         common.parse(an.Args, an.PRESETS, words)
     printed = capsys.readouterr()
     assert expected in str(problem.value) + printed.out + printed.err
+
+
+def test_a_foreign_run_directory_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"hidden_size": 768}')
+    with pytest.raises(SystemExit, match="made by another script or version"):
+        common.parse(an.Args, an.PRESETS, ["--resume", str(tmp_path)])
 
 
 def test_help_shows_the_preset(capsys):
@@ -178,8 +186,8 @@ def own(tmp_path):
 def test_load_follows_the_protocol(squares):
     data = common.load(arguments(squares))
     y = np.load(f"{squares}/formatted_train_labels.npy")
-    train, val = common.split_indices(60)
-    assert (len(data.train), len(data.val), len(data.test)) == (48, 12, 40)
+    train, val = common.split_indices(100)
+    assert (len(data.train), len(data.val), len(data.test)) == (80, 20, 100)
     assert np.array_equal(data.train.y, y[train])
     assert np.array_equal(data.val.y, y[val])
     assert np.array_equal(data.train.z, common.draw_single_positives(y)[train])  # drawn before the split
@@ -209,12 +217,12 @@ def test_pixels_are_the_squash_resize_with_and_without_cache(own):
     expected = np.stack([np.asarray(Image.open(own / "images" / n).convert("RGB").resize((32, 32), 2)) for n in names])
     before = common.load(arguments(own)).train.images
     assert not before.cached
-    assert np.array_equal(before[np.arange(12), None], expected)
+    assert np.array_equal(before[np.arange(12)], expected)
     np.save(own / "cache_train_32.npy", expected)
     (own / "cache_train_32.json").write_text(json.dumps({"images": common.hash_names(names)}))
     after = common.load(arguments(own)).train.images
     assert after.cached
-    assert np.array_equal(after[np.array([7, 2]), None], expected[[7, 2]])
+    assert np.array_equal(after[np.array([7, 2])], expected[[7, 2]])
 
 
 def broken(own, what):
@@ -242,10 +250,16 @@ def broken(own, what):
             return "calls negative (first: row 3)"
         case "classes":
             (own / "dataset.json").write_text(json.dumps({"classes": ["a", "b"], "image_folder": "images"}))
-            return "2 class names, 4 columns"
+            return "has 2 different class names"
+        case "equal classes":
+            (own / "dataset.json").write_text(json.dumps({"classes": ["a", "b", "b", "c"], "image_folder": "images"}))
+            return "has 3 different class names"
+        case "nothing observed":
+            np.save(own / "formatted_train_labels_obs.npy", np.zeros_like(y))
+            return "not one positive label is observed"
         case "test columns":
             np.save(own / "formatted_val_labels.npy", np.zeros((6, 3)))
-            return "3 in formatted_val_labels.npy"
+            return "'val_labels': 3"
         case "missing image":
             (own / "images" / "train_5.png").unlink()
             return "1 of 12 images are missing"
@@ -279,17 +293,19 @@ BREAKS = (
 )
 
 
-@pytest.mark.parametrize("what", [*BREAKS.split("|"), "foreign cache", "half a cache", "json"])
+@pytest.mark.parametrize(
+    "what", [*BREAKS.split("|"), "foreign cache", "half a cache", "json", "equal classes", "nothing observed"]
+)
 def test_wrong_data_gives_one_sentence(own, what):
     expected = broken(own, what)
-    with pytest.raises(SystemExit, match="^error: ") as problem:
+    with pytest.raises(SystemExit, match=r"^error: ") as problem:
         common.load(arguments(own))
     assert expected in str(problem.value)
     assert "\n" not in str(problem.value)
 
 
 def test_unknown_dataset_names_what_there_is(tmp_path, own):
-    with pytest.raises(SystemExit, match="no data set 'voc'.*there is own"):
+    with pytest.raises(SystemExit, match=r"no data set 'voc'.*there is own"):
         common.load(arguments("voc", data_root=str(tmp_path)))
 
 
@@ -340,8 +356,13 @@ def test_wrong_weights_give_one_sentence(tmp_path):
     for file, expected in (("none.pth", "no file"), ("w.pth", "doesn't fit"), ("half.pth", "not a whole file")):
         with pytest.raises(SystemExit, match=expected):
             classifier(weights=str(tmp_path / file))
+    torch.save(torch.zeros(3), tmp_path / "bare.pth")
+    with pytest.raises(SystemExit, match="not a whole file of weights"):
+        classifier(weights=str(tmp_path / "bare.pth"))
     with pytest.raises(SystemExit, match="no backbone 'resnet51'"):
         classifier(backbone="resnet51")
+    with pytest.raises(SystemExit, match=r"no backbone 'resnet50.foo'.*near it: resnet50"):
+        classifier(backbone="resnet50.foo")
     with pytest.raises(SystemExit, match="no ImageNet weights"):
         classifier(weights="imagenet")
 
@@ -362,5 +383,5 @@ def test_no_network_gives_one_sentence(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nothing listens there
     for backbone in ("resnet18", "tf_efficientnet_lite0"):
-        with pytest.raises(SystemExit, match=f"weights of {backbone} can't be had.*--weights FILE"):
+        with pytest.raises(SystemExit, match=rf"weights of {backbone} can't be had.*--weights FILE"):
             classifier(backbone=backbone, weights="imagenet")

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -10,7 +11,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SMALL, finish, only_run, start, write_dataset
+from conftest import LEARNT, ROOT, SMALL, finish, only_run, start, write_dataset
 
 import an
 import common
@@ -68,29 +69,33 @@ def test_eval_only_reprints_the_mAP(trained, script):
     assert before == {path: path.stat().st_mtime_ns for path in trained.iterdir()}
 
 
-def test_kill_and_resume_give_the_same_bits(trained, squares, workplace):
-    command = ("--dataset", squares, *SMALL, "--epochs", 4, "--workers", 0)
+def test_kill_and_resume_give_the_same_bits(squares, workplace):
+    command = ("--dataset", squares, *SMALL, "--epochs", 12, "--workers", 0)
     process = start(ROOT / "an.py", *command, cwd=workplace)
-    for epochs, delay in ((1, 0.05), (2, 0.4), (3, 0.0)):  # killed in three places
-        deadline = time.time() + 120
-        while time.time() < deadline and process.poll() is None:
+    for epochs, delay in ((1, 0.0), (4, 0.05), (7, 0.15)):  # killed in three places
+        while True:
+            assert process.poll() is None, "it ended before it was killed"
             found = list(workplace.glob("runs/*/metrics.csv"))
             if found and len(metrics(found[0].parent)) >= epochs:
                 break
-            time.sleep(0.01)
+            time.sleep(0.005)
         time.sleep(delay)
         process.send_signal(signal.SIGKILL)
         process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        assert len(metrics(only_run(workplace))) < 12
         process = start(ROOT / "an.py", "--resume", only_run(workplace), cwd=workplace)
     finish(process)
-    assert_same_run(only_run(workplace), trained)
+    finish(start(ROOT / "an.py", *command, "--out", "whole", cwd=workplace))
+    (whole,) = (workplace / "whole").iterdir()
+    assert_same_run(only_run(workplace), whole)
 
 
 def test_a_kill_between_the_two_checkpoints_changes_nothing(script, squares, workplace):
     script("an.py", "--dataset", squares, *SMALL, "--epochs", 3, "--workers", 0)
     whole = only_run(workplace)
     torn = workplace / "torn"
-    script("an.py", "--dataset", squares, *SMALL, "--epochs", 3, "--workers", 0, "--out", torn, "--max_steps", 6)
+    script("an.py", "--dataset", squares, *SMALL, "--epochs", 3, "--workers", 0, "--out", torn, "--max_steps", 10)
     (torn,) = torn.iterdir()  # stopped after the first of three epochs
     last = torch.load(torn / "last.pt", weights_only=True)
     last["run"]["finished"] = False
@@ -125,8 +130,13 @@ def test_ctrl_c_prints_the_command_to_go_on(squares, workplace):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     out = finish(process, code=130)
-    assert f"go on with: python an.py --resume {only_run(workplace).relative_to(workplace)}" in out
     assert "Traceback" not in out
+    words = re.search(r"go on with: python (.*)", out)[1].split()
+    process = start(*words, cwd=workplace)  # the printed words work from where they were printed
+    while "going on after epoch" not in process.stdout.readline():
+        assert process.poll() is None
+    process.kill()
+    process.communicate()
 
 
 def test_neither_workers_nor_the_cache_change_a_run(script, workplace):
@@ -153,7 +163,7 @@ def test_seeds_differ_and_epochs_differ(squares):
         return torch.cat([idx for *_, idx in batches]).tolist(), torch.cat([x for x, *_ in batches])
 
     (order, x), (again, same), (other, _), (later, _) = orders(0, 1), orders(0, 1), orders(1, 1), orders(0, 2)
-    assert sorted(order) == list(range(48))
+    assert sorted(order) == list(range(80))
     assert order == again
     assert torch.equal(x, same)
     assert order != other
@@ -163,7 +173,7 @@ def test_seeds_differ_and_epochs_differ(squares):
 def test_flips_are_those_of_the_image_and_epoch(squares):
     """About half the images come flipped, others in the next epoch, whatever the batch size."""
     data = common.load(an.Args(dataset=squares, image_size=32))
-    plain = data.train.images[data.train.rows, None].permute(0, 3, 1, 2).float() / 255
+    plain = data.train.images[data.train.rows].permute(0, 3, 1, 2).float() / 255
 
     def flipped(epoch, batch_size):
         run = common.Run.__new__(common.Run)
@@ -176,7 +186,7 @@ def test_flips_are_those_of_the_image_and_epoch(squares):
             result[idx] = mirrored
         return result
 
-    assert 12 < flipped(1, 8).sum() < 36
+    assert 25 < flipped(1, 8).sum() < 55
     assert torch.equal(flipped(1, 8), flipped(1, 5))
     assert not torch.equal(flipped(1, 8), flipped(2, 8))
 
@@ -186,7 +196,7 @@ def test_early_stopping(script, squares, workplace):
     values = [float(row["val_mAP"]) for row in metrics(only_run(workplace))]
     assert len(values) < 40
     assert values[-1] <= max(values[:-1])
-    assert all(after > before for before, after in zip(values[:-1], values[1:-1]))
+    assert sorted(set(values[:-1])) == values[:-1]  # it rose every time before
 
 
 COMPILE = pytest.param(("--compile",), marks=pytest.mark.slow)  # a minute, and a C++ compiler
@@ -195,7 +205,7 @@ COMPILE = pytest.param(("--compile",), marks=pytest.mark.slow)  # a minute, and 
 @pytest.mark.parametrize("flags", [("--amp", "bf16"), ("--known_ratio", 0.5), ("--l1", 1e-6, "--l2", 1e-6), COMPILE])
 def test_flags_train(flags, script, squares, workplace):
     out = script("an.py", "--dataset", squares, *SMALL, "--epochs", 8, "--workers", 0, *flags)
-    assert float(out.rsplit("val mAP ", 1)[1].split(",")[0]) > 65, out
+    assert float(re.search(r"last epoch ([\d.]+)\)", out)[1]) > LEARNT, out
 
 
 # ---- linear mode
@@ -228,13 +238,37 @@ def test_linear_embeds_once_and_serves_as_a_start(script, squares, workplace):
             torch.testing.assert_close(a["model"][key], b["model"][key], rtol=0, atol=1e-9)
 
 
-def test_linear_trains_the_head_alone_on_both_flips(script, squares, workplace):
+def test_linear_trains_the_head_alone(script, squares, workplace):
     script("an.py", "--dataset", squares, *SMALL, "--workers", 0, "--linear", "--epochs", 2)
     trained = torch.load(only_run(workplace) / "last.pt", weights_only=True)["model"]
     torch.manual_seed(0)
     untrained = common.Classifier(an.Args(backbone="resnet_small", weights="none"), 4).state_dict()
     changed = {key for key in untrained if not torch.equal(untrained[key], trained[key])}
     assert changed == {"head.weight", "head.bias"}
+
+
+def test_linear_takes_the_flipped_features_where_the_image_is_flipped():
+    run = common.Run.__new__(common.Run)
+    run.device = torch.device("cpu")
+    plain, flipped = np.zeros((5, 2), np.float32), np.ones((5, 2), np.float32)
+    split = common.Split(None, np.arange(5), None, features=(plain, flipped))
+    (x,) = run.inputs(split, [np.array([3, 0, 4])], [np.array([True, False, True])])
+    assert x[:, 0].tolist() == [1, 0, 1]
+    (x,) = run.inputs(split, [np.arange(5)])
+    assert x.sum() == 0
+
+
+def test_a_linear_run_is_measured_with_its_own_backbone(script, squares, workplace):
+    """Weights in files change or vanish; a run carries its own."""
+    weights = workplace / "w.pth"
+    torch.manual_seed(7)
+    torch.save(common.small_resnet().state_dict(), weights)
+    first = script(
+        "an.py", "--dataset", squares, *SMALL, "--weights", weights, "--linear", "--epochs", 2, "--workers", 0
+    )
+    weights.unlink()
+    again = script("an.py", "--eval_only", only_run(workplace))
+    assert re.search(r"val mAP [\d.]+, test mAP [\d.]+", first)[0] in again
 
 
 def embedder(workplace, **more):
@@ -263,8 +297,8 @@ def test_embedding_goes_on_after_a_kill(workplace, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run.embed(encode, split, {"model": 1}, "")
     whole = run.embed(encode, split, {"model": 1}, "")
-    assert sum(calls) - 2 * calls.count(0) < 40 + 24  # the first chunk was not computed again
-    expected = split.images[split.rows, None].permute(0, 3, 1, 2).float().div(255).flatten(1)[:, ::7]
+    assert len(calls) == 12 + 12  # 20 batches in chunks of 8: of the second chunk 4 were lost, the first stayed
+    expected = split.images[split.rows].permute(0, 3, 1, 2).float().div(255).flatten(1)[:, ::7]
     assert np.array_equal(whole, expected)
     assert not list((workplace / "data").rglob(".*"))
 
@@ -345,7 +379,69 @@ def test_two_processes_share_the_embedding(squares, workplace):
         np.testing.assert_allclose(one[name], two[name], atol=1e-5)
 
 
+# ---- what a checkpoint carries
+
+STATEFUL = """
+import torch, an, common
+args = common.parse(an.Args, an.PRESETS)
+run = common.Run(args, __file__)
+data = common.load(args, run.device)
+model = run.prepare(common.Classifier(args, len(data.classes)), data)
+average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=30)
+counts = torch.zeros(len(data.train))
+state = dict(model=model, average=average, optimizer=optimizer, schedule=schedule, counts=counts)
+for epoch in run.epochs(**state):
+    for x, z, idx in run.batches(data.train):
+        run.step(an.an_loss(model(torch.nn.functional.dropout(x)), z), optimizer)
+        schedule.step()
+        average.update_parameters(model)
+        counts[idx] += epoch
+    run.evaluate(average.module, data)
+    if epoch == 2 and not args.resume:
+        raise SystemExit("stopped")
+torch.save(counts, "counts.pt")
+"""
+
+
+def test_averages_schedules_and_tensors_are_resumed(squares, workplace):
+    (workplace / "method.py").write_text(STATEFUL)
+    flags = ("--dataset", squares, *SMALL, "--epochs", 3, "--workers", 0)
+    finish(start("method.py", *flags, "--out", "stopped", cwd=workplace), code=1)
+    (stopped,) = (workplace / "stopped").iterdir()
+    finish(start("method.py", "--resume", stopped, cwd=workplace))
+    counts = torch.load("counts.pt")
+    assert counts.tolist() == [6.0] * 80  # every image once in each of epochs 1, 2 and 3
+
+    (workplace / "method.py").write_text(STATEFUL.replace("not args.resume", "False"))
+    finish(start("method.py", *flags, "--out", "whole", cwd=workplace))
+    (whole,) = (workplace / "whole").iterdir()
+    assert_same_run(stopped, whole)
+    result = json.loads((whole / "result.json").read_text())  # best.pt holds the average, which was measured
+    assert f"test mAP {result['test_mAP']:.2f}" in finish(start("method.py", "--eval_only", whole, cwd=workplace))
+
+
 # ---- bad luck
+
+
+def test_nothing_is_left_of_a_run_that_could_not_start(script, squares, workplace):
+    for flags in (("--dataset", "vocc"), ("--dataset", squares, *SMALL, "--weights", "typo.pth")):
+        with pytest.raises(SystemExit, match="error: "):
+            script("an.py", *flags)
+    assert not (workplace / "runs").exists()
+
+
+def test_weights_that_a_last_step_ruined_stop_the_run(script, squares, workplace):
+    with pytest.raises(SystemExit, match="not finite"):
+        script("an.py", "--dataset", squares, *SMALL, "--lr", 1e30, "--max_steps", 1)
+    assert not (only_run(workplace) / "best.pt").exists()
+
+
+def test_a_bad_loss_is_found_within_an_epoch(script, squares, workplace, monkeypatch):
+    monkeypatch.setattr(common, "CHECK_EVERY", 3)
+    with pytest.raises(SystemExit, match=r"the loss is nan in epoch 1, step \d+ \(training rows"):
+        script("an.py", "--dataset", squares, *SMALL, "--lr", 1e30)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(trained, script, workplace):
@@ -381,6 +477,7 @@ def test_small_mistakes_give_one_sentence(trained, script, squares, workplace):
     for flags, expected in (
         (("--amp", "fp16", "--device", "cpu"), "needs CUDA"),
         (("--device", "gpu"), "--device gpu"),
+        (("--device", "meta"), "nothing can be trained"),
         (("--init_from", "nowhere"), "no best.pt"),
         (("--init_from", trained, "--backbone", "resnet18"), "another --backbone"),
         (("--weights", "w.pth"), "no file w.pth"),
@@ -392,8 +489,13 @@ def test_small_mistakes_give_one_sentence(trained, script, squares, workplace):
 def test_an_interrupted_write_leaves_the_old_file(workplace):
     path = workplace / "file"
     path.write_text("old")
-    with pytest.raises(ZeroDivisionError), common.replacing(path) as temporary:
-        temporary.write_text("half")
-        raise ZeroDivisionError
+
+    def write_half():
+        with common.replacing(path) as temporary:
+            temporary.write_text("half")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_half()
     assert path.read_text() == "old"
     assert list(workplace.iterdir()) == [path]

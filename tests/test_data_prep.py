@@ -1,0 +1,526 @@
+"""Tiny copies of the official layouts, with their traps, and your own images."""
+
+import csv
+import http.server
+import io
+import json
+import re
+import tarfile
+import threading
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, SMALL, finish, only_run, start
+from PIL import Image
+
+import an
+import common
+import data_prep
+
+
+def picture(path, size=(37, 23), mode="RGB", seed=0):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.RandomState(seed).randint(0, 256, (*size[::-1], 3)).astype(np.uint8)
+    Image.fromarray(pixels).convert(mode).save(path)
+
+
+def settings(dataset, root, **more):
+    return data_prep.Args(dataset, data_root=str(root / "data"), image_size=16, **more)
+
+
+def formatted(folder, part):
+    names, y = (np.load(folder / f"formatted_{part}_{kind}.npy") for kind in ("images", "labels"))
+    return names.tolist(), y
+
+
+@pytest.fixture
+def expect(monkeypatch):
+    """Counts of the tiny sets in the place of the real ones"""
+
+    def change(dataset, classes, train, val):
+        monkeypatch.setitem(data_prep.EXPECTED, dataset, (classes, {"train": train, "val": val}))
+
+    monkeypatch.setattr(data_prep, "VOC_DRAWS", [])
+    return change
+
+
+# ---- VOC
+
+
+@pytest.fixture
+def voc(tmp_path):
+    root = tmp_path / "raw" / "VOCdevkit" / "VOC2012"
+    (root / "ImageSets/Main").mkdir(parents=True)
+    sets = {
+        "train": {
+            "2008_000009": {"cow": 1},
+            "2008_000002": {"tvmonitor": 1, "person": 0},
+            "2008_000007": {"person": 0},
+        },
+        "val": {"2009_000001": {"aeroplane": 1, "person": 1}},
+    }
+    for name, images in sets.items():
+        for image in images:
+            picture(root / "JPEGImages" / f"{image}.jpg")
+        for c in data_prep.VOC_CLASSES:
+            lines = [f"{image} {labels.get(c, -1):2d}" for image, labels in images.items()]
+            (root / "ImageSets/Main" / f"{c}_{name}.txt").write_text("\n".join(lines) + "\n")
+    picture(root / "JPEGImages/2008_000009.jpg", size=(301, 7), mode="L")
+    picture(root / "JPEGImages/2008_000002.jpg", size=(9, 80), mode="CMYK")
+    return tmp_path
+
+
+def test_voc(voc, expect):
+    expect("voc", 20, (2, 2, None), (1, 2, None))
+    folder = data_prep.prepare(settings("voc", voc, raw=str(voc / "raw")))
+    names, y = formatted(folder, "train")
+    assert names == ["2008_000002.jpg", "2008_000009.jpg"]  # sorted; the image with a difficult person only is out
+    assert [np.flatnonzero(row).tolist() for row in y] == [[19], [9]]
+    assert np.flatnonzero(formatted(folder, "val")[1][0]).tolist() == [0, 14]
+    cache = np.load(folder / "cache_train_16.npy")
+    path = voc / "raw/VOCdevkit/VOC2012/JPEGImages/2008_000002.jpg"
+    assert np.array_equal(
+        cache[0], np.asarray(Image.open(path).convert("RGB").resize((16, 16), Image.Resampling.BILINEAR))
+    )
+
+
+def test_wrong_counts_name_a_cause(voc, expect):
+    for train, expected in (
+        ((3, None, None), "2 images.*not 3.*another release"),
+        ((2, 3, None), "2 labels, not 3.*difficult"),
+    ):
+        expect("voc", 20, train, (1, 2, None))
+        with pytest.raises(SystemExit, match=expected):
+            data_prep.prepare(settings("voc", voc, raw=str(voc / "raw")))
+
+
+def test_a_second_run_does_nothing(voc, expect):
+    expect("voc", 20, (2, 2, None), (1, 2, None))
+    folder = data_prep.prepare(settings("voc", voc, raw=str(voc / "raw")))
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    data_prep.prepare(settings("voc", voc, raw=str(voc / "nowhere")))  # the raw files are not even needed
+    assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+
+def test_no_cache_and_check(voc, expect, capsys):
+    expect("voc", 20, (2, 2, None), (1, 2, None))
+    with pytest.raises(SystemExit, match="not prepared"):
+        data_prep.prepare(settings("voc", voc, check=True))
+    folder = data_prep.prepare(settings("voc", voc, raw=str(voc / "raw"), cache=False))
+    assert not list(folder.glob("cache_*"))
+    data_prep.prepare(settings("voc", voc, check=True))
+    assert not list(folder.glob("cache_*"))  # it only looks
+    data_prep.prepare(settings("voc", voc))
+    cache = np.lib.format.open_memmap(folder / "cache_val_16.npy", "r+")
+    cache[0, 0, 0, 0] ^= 255
+    cache.flush()
+    with pytest.raises(SystemExit, match=r"2009_000001.jpg: not the same pixels"):
+        data_prep.prepare(settings("voc", voc, check=True))
+
+
+def test_damaged_images_are_listed_all_at_once(voc, expect):
+    expect("voc", 20, (2, 2, None), (1, 2, None))
+    images = voc / "raw/VOCdevkit/VOC2012/JPEGImages"
+    whole = {name: (images / name).read_bytes() for name in ("2008_000002.jpg", "2009_000001.jpg")}
+    for name, content in whole.items():
+        (images / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(SystemExit, match=r"2 images are damaged") as problem:
+        data_prep.prepare(settings("voc", voc, raw=str(voc / "raw")))
+    assert all(name in str(problem.value) for name in whole)
+    folder = voc / "data" / "voc"
+    assert not list(folder.glob("cache_train_16.npy"))  # a half is never taken for a whole
+    for name, content in whole.items():
+        (images / name).write_bytes(content)
+    data_prep.prepare(settings("voc", voc, raw=str(voc / "raw")))
+    assert np.load(folder / "cache_train_16.npy").any((1, 2, 3)).all()
+    assert not list(folder.glob("*.part")) + list(folder.glob("*.done"))
+
+
+def test_caching_goes_on_where_it_was_stopped(voc, expect, monkeypatch):
+    expect("voc", 20, (2, 2, None), (1, 2, None))
+    visited = []
+    real = data_prep.visit_chunk
+
+    def stopped(job):
+        raise KeyboardInterrupt
+
+    def watched(job):
+        visited.extend(job[1])
+        return real(job)
+
+    monkeypatch.setattr(data_prep, "visit_chunk", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        data_prep.prepare(settings("voc", voc, raw=str(voc / "raw")))
+    folder = voc / "data" / "voc"
+    done = np.lib.format.open_memmap(folder / "cache_train_16.npy.done", "r+")
+    done[1] = True  # as if the second image had been written before the kill
+    done.flush()
+    monkeypatch.setattr(data_prep, "visit_chunk", watched)
+    data_prep.prepare(settings("voc", voc))
+    assert visited == ["2008_000002.jpg", "2009_000001.jpg"]
+
+
+def test_a_half_written_data_set_is_refused(voc, expect):
+    expect("voc", 20, (2, 2, None), (1, 2, None))
+    folder = data_prep.prepare(settings("voc", voc, raw=str(voc / "raw")))
+    (folder / common.UNFINISHED).touch()
+    with pytest.raises(SystemExit, match="half prepared"):
+        common.load(an.Args(dataset=str(folder), image_size=16))
+    data_prep.prepare(settings("voc", voc, raw=str(voc / "raw")))
+    assert not (folder / common.UNFINISHED).exists()
+
+
+# ---- COCO
+
+
+def test_coco(tmp_path, expect):
+    expect("coco", 3, (3, 5, None), (1, 1, None))
+    raw = tmp_path / "raw"
+    categories = [
+        {"id": 7, "name": "dog"},
+        {"id": 2, "name": "fire hydrant"},
+        {"id": 90, "name": "tie"},
+    ]  # gaps, unsorted
+    boxes = lambda *pairs: [
+        {"segmentation": [[1.5] * 400], "iscrowd": crowd, "image_id": i, "bbox": [0, 1], "category_id": c, "id": i * c}
+        for i, c, crowd in pairs
+    ]
+    files = lambda part, ids: [{"id": i, "file_name": f"COCO_{part}2014_{i:012d}.jpg", "license": 1} for i in ids]
+    content = {
+        "train": (
+            files("train", [9, 100, 25, 30]),
+            boxes((100, 2, 0), (9, 90, 1), (25, 7, 0), (25, 2, 0), (25, 2, 0), (100, 90, 0)),
+        ),
+        "val": (files("val", [5]), boxes((5, 7, 0))),
+    }
+    (raw / "annotations").mkdir(parents=True)
+    for part, (images, annotations) in content.items():
+        whole = {
+            "info": {"year": 2014},
+            "annotations": annotations,
+            "images": images,
+            "categories": categories,
+            "n": 12,
+        }
+        (raw / "annotations" / f"instances_{part}2014.json").write_text(
+            json.dumps(whole, indent=1 if part == "val" else None)
+        )
+        for entry in images:
+            picture(raw / f"{part}2014" / entry["file_name"])
+    folder = data_prep.prepare(settings("coco", tmp_path, raw=str(raw)))
+    names, y = formatted(folder, "train")
+    assert [int(name[-16:-4]) for name in names] == [100, 25, 9]  # ids sorted as strings; 30 has no annotation
+    assert y.tolist() == [[0, 1, 1], [1, 1, 0], [0, 0, 1]]  # the crowd counts
+    assert json.loads((folder / "dataset.json").read_text())["classes"] == ["dog", "fire hydrant", "tie"]
+
+
+@pytest.mark.parametrize("block", [1, 2, 7, 64, 1 << 20])
+def test_stream_json_reads_what_json_reads(tmp_path, block):
+    content = {
+        "a": 12,
+        "b": [1, 22, {"x": [1, "],}"], "é": None}, "s", -1.5e3],
+        "c": {"d": []},
+        "e": [],
+        "f": [[2], True],
+    }
+    for indent in (None, 2):
+        path = tmp_path / "x.json"
+        path.write_text(json.dumps(content, indent=indent, ensure_ascii=False))
+        lists = [(key, element) for key, value in content.items() if isinstance(value, list) for element in value]
+        assert list(data_prep.stream_json(path, block)) == lists
+
+
+def test_half_a_json_is_refused(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text('{"annotations": [{"id": 1}, {"id": 2')
+    with pytest.raises(SystemExit, match=r"not a whole|too early"):
+        list(data_prep.stream_json(path))
+
+
+# ---- CUB, NUS
+
+
+def test_cub(tmp_path, expect):
+    expect("cub", 3, (2, 3, None), (1, 1, None))
+    root = tmp_path / "raw" / "CUB_200_2011"
+    (root / "attributes").mkdir(parents=True)
+    names = {1: "001.Albatross/a.jpg", 2: "002.Auk/b.jpg", 10: "002.Auk/c d.jpg"}
+    for name in names.values():
+        picture(root / "images" / name)
+    (root / "images.txt").write_text("".join(f"{i} {name}\n" for i, name in names.items()))
+    (root / "train_test_split.txt").write_text("1 1\n2 0\n10 1\n")
+    (root.parent / "attributes.txt").write_text(
+        "1 has_bill_shape::curved_(up_or_down)\n2 has_size::small\n3 has_x::y\n"
+    )
+    lines = ["1 1 1 3 12.7", "1 2 0 1 2.0", "1 3 0 1 1", "2 1 0 4 1", "2 2 1 1 0.5", "2 3 0 1 1"]
+    lines += ["10 1 1 3 4 5.1 0", "10 2 1 1 1", "10 3 0 0 1"]  # a line with extra columns, certainty 1 and 0
+    (root / "attributes/image_attribute_labels.txt").write_text("\n".join(lines) + "\n")
+    folder = data_prep.prepare(settings("cub", tmp_path, raw=str(tmp_path / "raw")))
+    assert formatted(folder, "train")[0] == ["001.Albatross/a.jpg", "002.Auk/c d.jpg"]
+    assert formatted(folder, "train")[1].tolist() == [[1, 0, 0], [1, 1, 0]]
+    assert formatted(folder, "val")[1].tolist() == [[0, 1, 0]]
+    assert json.loads((folder / "dataset.json").read_text())["classes"][0] == "has_bill_shape::curved_(up_or_down)"
+
+
+def test_nus_says_what_to_get(tmp_path):
+    with pytest.raises(SystemExit, match=r"can't be downloaded freely(.|\n)*zenodo(.|\n)*ImageList"):
+        data_prep.prepare(settings("nus", tmp_path))
+
+
+def test_nus_official_lists(tmp_path, expect, capsys):
+    expect("nus", 2, (9, None, None), (9, None, None))
+    raw = tmp_path / "raw"
+    for folder in ("ImageList", "TrainTestLabels", "ConceptsList"):
+        (raw / folder).mkdir(parents=True)
+    (raw / "ConceptsList/Concepts81.txt").write_text("airport\nanimal\n")
+    for part, n in (("Train", 3), ("Test", 2)):
+        names = [f"actor\\{part}_{i}.jpg" for i in range(n)]  # Windows' slashes, as in the official lists
+        (raw / f"ImageList/{part}Imagelist.txt").write_text("\r\n".join(names) + "\r\n")
+        (raw / f"TrainTestLabels/Labels_airport_{part}.txt").write_text("\n".join("100"[:n]) + "\n")
+        (raw / f"TrainTestLabels/Labels_animal_{part}.txt").write_text("\n".join("110"[:n]) + "\n")
+        for i in range(n):
+            picture(raw / f"images/actor/{part}_{i}.jpg")
+    folder = data_prep.prepare(settings("nus", tmp_path, raw=str(raw)))
+    assert formatted(folder, "train")[0][1] == "actor/Train_1.jpg"
+    assert formatted(folder, "train")[1].tolist() == [[1, 1], [0, 1], [0, 0]]  # a row without a positive stays
+    assert "other images than the 150,000" in capsys.readouterr().out
+
+
+def test_nus_authors_files(tmp_path, expect):
+    expect("nus", 2, (2, None, None), (1, None, None))
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    for part, n in (("train", 2), ("val", 1)):
+        np.save(raw / f"formatted_{part}_images.npy", np.array([f"{part}{i}.jpg" for i in range(n)]))
+        np.save(raw / f"formatted_{part}_labels.npy", np.eye(2)[:n])
+        for i in range(n):
+            picture(raw / "images" / f"{part}{i}.jpg")
+    folder = data_prep.prepare(settings("nus", tmp_path, raw=str(raw)))
+    assert formatted(folder, "train")[1].tolist() == [[1, 0], [0, 1]]
+
+
+# ---- downloads
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """Serves one body; breaks off the first answer half-way"""
+
+    def do_GET(self):
+        server = self.server
+        first = int(re.search(r"\d+", self.headers.get("Range", "bytes=0-"))[0])
+        server.asked.append(first)
+        if server.missing:
+            return self.send_error(404)
+        self.send_response(206 if first else 200)
+        rest = server.body[first:]
+        self.send_header("Content-Length", str(len(rest)))
+        self.end_headers()
+        self.wfile.write(rest[: len(rest) // 2] if len(server.asked) == 1 else rest)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    server = http.server.HTTPServer(("127.0.0.1", 0), Server)
+    server.asked, server.missing, server.body = [], False, bytes(range(256)) * 4000
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+
+
+def test_a_broken_download_goes_on(server, tmp_path):
+    import hashlib
+
+    path = tmp_path / "x.tar"
+    address = f"http://127.0.0.1:{server.server_port}/x.tar"
+    data_prep.download(address, path, hashlib.md5(server.body).hexdigest())
+    assert path.read_bytes() == server.body
+    assert server.asked == [0, len(server.body) // 2]
+    data_prep.download(address, path)
+    assert len(server.asked) == 2  # it is there
+
+
+def test_a_wrong_or_missing_download_says_what_to_do(server, tmp_path):
+    address = f"http://127.0.0.1:{server.server_port}/x.tar"
+    with pytest.raises(SystemExit, match=r"not the published file.*put it at"):
+        data_prep.download(address, tmp_path / "x.tar", "0" * 32)
+    assert not (tmp_path / "x.tar").exists()
+    server.missing = True
+    with pytest.raises(SystemExit, match=r"can't be downloaded.*404.*put it at"):
+        data_prep.download(address, tmp_path / "y.tar")
+
+
+def test_download_extract_and_prepare(server, voc, expect, monkeypatch):
+    expect("voc", 20, (2, 2, None), (1, 2, None))
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as pack:
+        pack.add(voc / "raw" / "VOCdevkit", "VOCdevkit")
+    server.body = buffer.getvalue()
+    monkeypatch.setitem(data_prep.ARCHIVES, "voc", [(f"http://127.0.0.1:{server.server_port}/voc.tar", "")])
+    folder = data_prep.prepare(settings("voc", voc))
+    assert formatted(folder, "train")[0] == ["2008_000002.jpg", "2008_000009.jpg"]
+
+
+@pytest.mark.parametrize("kind", ["tar", "zip"])
+def test_archives_can_not_write_outside(tmp_path, kind):
+    archive = tmp_path / f"evil.{kind}"
+    if kind == "zip":
+        with zipfile.ZipFile(archive, "w") as pack:
+            pack.writestr("../evil.txt", "x")
+    else:
+        with tarfile.open(archive, "w") as pack:
+            pack.addfile(tarfile.TarInfo("../evil.txt"))
+    (tmp_path / "in").mkdir()
+    with pytest.raises(SystemExit, match=r"outside|unsafe"):
+        data_prep.extract(archive, tmp_path / "in")
+    assert not (tmp_path / "evil.txt").exists()
+
+
+def test_a_damaged_archive_is_named(tmp_path):
+    (tmp_path / "x.zip").write_bytes(b"PK nonsense")
+    (tmp_path / "x.tar").write_bytes(b"nonsense" * 100)
+    for name in ("x.zip", "x.tar"):
+        with pytest.raises(SystemExit, match=f"{name} is damaged"):
+            data_prep.extract(tmp_path / name, tmp_path)
+
+
+# ---- your own images
+
+
+def table(path, *rows):
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return str(path)
+
+
+@pytest.fixture
+def pets(tmp_path):
+    for i in range(12):
+        picture(tmp_path / "photos" / f"{i}.png", seed=i)
+    train = [("image", "label"), *((f"{i}.png", ("cat", "dog", "grey parrot")[i % 3]) for i in range(8))]
+    val = [("image", "labels"), ("8.png", "cat;dog"), ("9.png", "grey parrot")]
+    test = [("10.png", "dog ; cat"), ("11.png", "grey parrot;dog")]  # without a header
+    return dict(
+        name="pets",
+        images=str(tmp_path / "photos"),
+        labels=table(tmp_path / "labels.csv", *train),
+        val=table(tmp_path / "val.csv", *val),
+        test=table(tmp_path / "test.csv", *test),
+    )
+
+
+def test_custom(pets, tmp_path):
+    folder = data_prep.prepare(settings("custom", tmp_path, **pets))
+    data = common.load(an.Args(dataset="pets", data_root=str(tmp_path / "data"), image_size=16))
+    assert data.classes == ["cat", "dog", "grey parrot"]
+    assert (len(data.train), len(data.val), len(data.test)) == (8, 2, 2)  # the training file is not split
+    assert data.train.y is None
+    assert data.train.z.tolist()[:3] == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
+    assert data.val.y.tolist() == [[1, 1, 0], [0, 0, 1]]
+    assert data.test.y.tolist() == [[1, 1, 0], [0, 1, 1]]
+    assert data.train.images.cached
+    assert not (folder / "formatted_train_labels.npy").exists()
+
+
+def test_custom_trains_with_and_without_validation(pets, tmp_path):
+    small = [word for word in SMALL if word not in ("--image_size", "32")]
+    command = (ROOT / "an.py", "--dataset", "pets", *small, "--image_size", 16, "--epochs", 3)
+    data_prep.prepare(settings("custom", tmp_path, **pets))
+    out = finish(start(*command, cwd=tmp_path))
+    assert "best epoch" in out
+    run = only_run(tmp_path)
+    assert f"test mAP {json.loads((run / 'result.json').read_text())['test_mAP']:.2f}" in finish(
+        start(ROOT / "an.py", "--eval_only", run, cwd=tmp_path)
+    )
+    assert "needs the full training labels" in finish(start(*command, "--loss", "bce_full", cwd=tmp_path), code=1)
+
+    data_prep.prepare(settings("custom", tmp_path, **{**pets, "val": "", "test": ""}))
+    out = finish(start(*command, "--out", "blind", cwd=tmp_path))
+    assert "no fully labelled validation images: the last epoch is kept" in out
+    (blind,) = (tmp_path / "blind").iterdir()
+    result = json.loads((blind / "result.json").read_text())
+    assert result["best_epoch"] == 3
+    assert result["val_mAP"] is result["test_mAP"] is None
+    with open(blind / "metrics.csv") as file:
+        assert {row["val_mAP"] for row in csv.DictReader(file)} == {""}  # nobody pretends to know
+    best, last = (torch.load(blind / name, weights_only=True)["model"] for name in ("best.pt", "last.pt"))
+    assert all(torch.equal(best[key], last[key]) for key in best)
+
+
+def test_custom_problems_come_all_together_with_lines(pets, tmp_path):
+    bad = [
+        ("image", "label"),
+        ("0.png", "cat"),
+        ("0.png", "dog"),
+        ("nowhere.png", "cat"),
+        ("../labels.csv", "cat"),
+        ("1.png", ""),
+    ]
+    bad += [("2.png", "cat;dog"), ("3.png", "cow"), ("4.png", "cat", "extra")]
+    pets["labels"] = table(tmp_path / "bad.csv", *bad)
+    with pytest.raises(SystemExit) as problem:
+        data_prep.prepare(settings("custom", tmp_path, **pets, classes="cat,dog,grey parrot"))
+    message = str(problem.value)
+    for expected in (
+        r"bad.csv:3: 0.png comes again \(first at .*bad.csv:2\)",
+        r"bad.csv:4: there is no .*nowhere.png",
+        r"bad.csv:5: ../labels.csv is outside",
+        r"bad.csv:6: 1.png has no label",
+        r"bad.csv:7: a training image has one known label, not 2",
+        r"bad.csv:8: 'cow' is not one of the 3 classes",
+        r"bad.csv:9: two columns",
+        r"class 'grey parrot' has no training example",
+    ):
+        assert re.search(expected, message), expected
+    assert "nothing was written" in message
+    assert not (tmp_path / "data" / "pets").exists()
+
+
+def test_custom_unknown_columns_and_a_class_only_in_validation(pets, tmp_path):
+    pets["labels"] = table(tmp_path / "l.csv", ("image", "label", "weight"), ("0.png", "cat", "1"))
+    with pytest.raises(SystemExit, match=r"l.csv:1: the columns are image,label; unknown: weight"):
+        data_prep.prepare(settings("custom", tmp_path, **pets))
+    pets["labels"] = table(tmp_path / "l.csv", ("0.png", "cat"), ("1.png", "dog"))
+    with pytest.raises(SystemExit, match="class 'grey parrot' has no training example"):
+        data_prep.prepare(settings("custom", tmp_path, **pets))
+
+
+def test_custom_from_folders(tmp_path):
+    for i, name in enumerate(("cat/a.png", "cat/deep/b.png", "dog/c.JPG")):
+        picture(tmp_path / "photos" / name, seed=i)
+    (tmp_path / "photos/dog/notes.txt").write_text("not an image")
+    data_prep.prepare(settings("custom", tmp_path, name="pets", images=str(tmp_path / "photos"), from_folders=True))
+    data = common.load(an.Args(dataset="pets", data_root=str(tmp_path / "data"), image_size=16))
+    assert data.classes == ["cat", "dog"]
+    assert data.train.images.names == ["cat/a.png", "cat/deep/b.png", "dog/c.JPG"]
+    assert data.train.z.tolist() == [[1, 0], [1, 0], [0, 1]]
+    assert data.val is None
+    assert data.test is None
+
+
+def test_custom_names_and_folders_are_checked(pets, tmp_path):
+    for changes, expected in (
+        (dict(name=""), "name of its own"),
+        (dict(name="voc"), "name of its own"),
+        (dict(name="a/b"), "without slashes"),
+        (dict(images="nowhere"), "not a folder"),
+        (dict(labels=""), "which label is known"),
+        (dict(labels="nowhere.csv"), "nowhere.csv can't be read"),
+    ):
+        with pytest.raises(SystemExit, match=expected):
+            data_prep.prepare(settings("custom", tmp_path, **{**pets, **changes}))
+
+
+def test_summary_and_contact_sheet(pets, tmp_path):
+    command = [word for key, value in pets.items() for word in (f"--{key}", value)]
+    flags = ("--image_size", 16, "--contact_sheet", "sheet.png")
+    out = finish(start(ROOT / "data_prep.py", "custom", *command, *flags, cwd=tmp_path))
+    assert "the image cache at 16 pixels takes 0.0 GB" in out
+    assert "training file: 8 images, 3 classes, 1.00 known positives per image, 0 images without one" in out
+    assert "test file: 2 images, 3 classes, 2.00 positives per image" in out
+    assert "rarest: grey parrot 2" in out
+    assert (tmp_path / "sheet.png").stat().st_size > 10_000
