@@ -539,8 +539,7 @@ def agreed(answer):
 
 
 def in_batches(rows):
-    rows = np.array(rows)
-    return np.split(rows, range(EVAL_BATCH, len(rows), EVAL_BATCH)) if len(rows) else []
+    return [rows[start : start + EVAL_BATCH] for start in range(0, len(rows), EVAL_BATCH)]
 
 
 def unwrap(thing):
@@ -596,14 +595,10 @@ class Run:
 
     def choose_precision(self, amp):
         """--amp -> the dtype of autocast, None for full precision"""
-        if amp == "auto":
-            amp = (
-                "off"
-                if self.device.type != "cuda"
-                else "bf16"
-                if torch.cuda.is_bf16_supported(including_emulation=False)
-                else "fp16"
-            )
+        if amp == "auto" and self.device.type != "cuda":
+            amp = "off"
+        elif amp == "auto":
+            amp = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
         if amp == "fp16" and self.device.type != "cuda":
             die("--amp fp16 needs CUDA: on a CPU use bf16 or off")
         return {"bf16": torch.bfloat16, "fp16": torch.float16, "off": None}[amp]
@@ -620,16 +615,20 @@ class Run:
             if config["method"] != self.method:
                 die(f"{directory} was made by {config['method']}.py: give it to that script")
             if args.resume and config["processes"] != world() and rank() == 0:
-                print(
-                    f"note: with {world()} processes instead of {config['processes']} its numbers will differ a little"
-                )
+                print(f"note: begun with {config['processes']} processes; with {world()} the numbers differ a little")
             return directory
         directory = None
         if rank() == 0:
-            name = f"{Path(args.dataset).name}-{self.method}-s{args.seed}"
-            while (directory := Path(args.out) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}").exists():
-                time.sleep(0.2)  # another run started in this second
-            make_folder(directory)
+            make_folder(Path(args.out))
+            while directory is None:
+                stamp = f"{Path(args.dataset).name}-{self.method}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+                try:
+                    os.mkdir(Path(args.out) / stamp)
+                    directory = Path(args.out) / stamp
+                except FileExistsError:
+                    time.sleep(0.2)  # another run started in this second
+                except OSError as problem:
+                    die(f"--out {args.out} can't be written: {problem}")
             self.describe(directory)
         return agreed(directory)
 
@@ -647,17 +646,12 @@ class Run:
             "settings": asdict(self.args),
             "command": shlex.join(["python", *sys.argv]),
             "commit": git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "-uno") else ""),
-            "versions": {
-                "python": platform.python_version(),
-                **{m.__name__: m.__version__ for m in (torch, torchvision)},
-            },
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
             "processes": world(),
         }
         write_json(directory / "config.json", config)
-        print(
-            f"{directory}: {self.method} on {self.args.dataset}, {self.device}, amp {self.dtype or 'off'}", flush=True
-        )
+        print(f"{directory}: {self.args.dataset}, {self.device}, amp {self.dtype or 'off'}", flush=True)
 
     def open_tensorboard(self):
         try:
@@ -717,25 +711,22 @@ class Run:
         """encode(x) of every image of a split, computed once and kept on disk -> float32 (N, D), memory-mapped.
 
         The folder's name is a hash of `key` (all that decides the values) and of the images. Chunks are files of their
-        own: a killed run leaves whole ones, and processes that start at once, or the ranks of one run, share the work.
+        own: a killed run leaves whole ones, ranks share them out, and processes that start at once do no harm.
         """
         key = json.dumps({**key, "images": split.fingerprint()}, sort_keys=True)
         folder = Path(self.args.data_root) / "embeddings" / hashlib.sha256(key.encode()).hexdigest()[:16]
         whole, size = folder / "all.npy", 8 * EVAL_BATCH
         if not agreed(whole.exists()):
             make_folder(folder)
-            parts = {
-                folder / f"{start:09d}.npy": in_batches(range(start, min(start + size, len(split))))
-                for start in range(0, len(split), size)
-            }
-            mine = [(part, batches) for part, batches in list(parts.items())[rank() :: world()] if not part.exists()]
-            pixels = self.pixels(split, [idx for _, batches in mine for idx in batches])
-            with self.progress(
-                None, f"embedding {what}", unit="img", total=sum(len(i) for _, b in mine for i in b)
-            ) as bar:
-                for part, batches in mine:
+            starts = range(0, len(split), size)
+            parts = {folder / f"{n:09d}.npy": in_batches(np.arange(n, min(n + size, len(split)))) for n in starts}
+            mine = {part: parts[part] for part in list(parts)[rank() :: world()] if not part.exists()}
+            batches = [idx for part in mine.values() for idx in part]
+            with self.progress(None, f"embedding {what}", unit="img", total=sum(map(len, batches))) as bar:
+                pixels = self.pixels(split, batches)
+                for part in mine:
                     embedded = []
-                    for x in itertools.islice(pixels, len(batches)):
+                    for x in itertools.islice(pixels, len(mine[part])):
                         with self.autocast():
                             embedded.append(encode(x).float().cpu())
                         bar.update(len(x))
@@ -782,22 +773,17 @@ class Run:
         """One epoch of (x, z, idx), this process's share of every batch; order and flips come from (seed, epoch)."""
         n, size = len(split), self.args.batch_size
         chance = torch.Generator().manual_seed(self.args.seed * 10007 + self.epoch)
-        order = torch.randperm(n, generator=chance)
-        flip = (torch.rand(n, generator=chance) < 0.5)[order]
-        starts = [start for start in range(0, n, size) if n - start >= world()]  # every process needs an image
+        order = torch.randperm(n, generator=chance).numpy()
+        flips = (torch.rand(n, generator=chance) < 0.5).numpy()[order]
+        spans = [(start, min(start + size, n)) for start in range(0, n, size) if n - start >= world()]  # no empty share
         if self.args.max_steps:
-            starts = starts[: self.args.max_steps - self.steps]
-        stops = [min(start + size, n) for start in starts]
-        shares = [slice(start + rank(), stop, world()) for start, stop in zip(starts, stops)]
-        inputs = self.inputs(
-            split, [order[share].numpy() for share in shares], [flip[share].numpy() for share in shares]
-        )
-        order = order.to(self.device)
-        self.seen, self.started = sum(stops) - sum(starts), time.perf_counter()
-        batches = zip(starts, stops, shares, inputs)
-        for start, stop, share, x in self.progress(
-            batches, f"epoch {self.epoch}/{self.args.epochs}", total=len(starts)
-        ):
+            spans = spans[: self.args.max_steps - self.steps]
+        shares = [slice(start + rank(), stop, world()) for start, stop in spans]
+        inputs = self.inputs(split, [order[share] for share in shares], [flips[share] for share in shares])
+        self.seen, self.started = sum(stop - start for start, stop in spans), time.perf_counter()
+        bar = self.progress(inputs, f"epoch {self.epoch}/{self.args.epochs}", total=len(spans))
+        order = torch.from_numpy(order).to(self.device)
+        for (start, stop), share, x in zip(spans, shares, bar):
             self.idx, self.weight = order[share], len(x) * world() / (stop - start)
             yield x, split.z[self.idx], self.idx
 
@@ -833,7 +819,7 @@ class Run:
         return mean_average_precision(self.predict(model, split), split.y) if split else math.nan
 
     def mean_logs(self):
-        means = {name: torch.stack(values).float().mean().to(self.device) for name, values in self.logged.items()}
+        means = {name: torch.stack(values).float().nanmean().to(self.device) for name, values in self.logged.items()}
         for name in sorted(means):
             if world() > 1:
                 dist.all_reduce(means[name])

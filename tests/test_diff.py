@@ -1,0 +1,27 @@
+"""Methods add lines to the trunk, an.py; they don't rewrite it."""
+
+import difflib
+
+import pytest
+from conftest import ROOT
+
+METHODS = {"em_apl.py": (8, 45)}  # script: (trunk lines it may leave out, lines it may add) in the training part
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_differs_by_its_method(name):
+    part = lambda script: (ROOT / script).read_text().split("# ---- 3. Train")[1].splitlines()
+    changes = list(difflib.unified_diff(part("an.py"), part(name), lineterm="", n=0))[2:]
+    print("\n".join(changes))
+    removed, added = (sum(line.startswith(sign) for line in changes) for sign in "-+")
+    assert removed <= METHODS[name][0]
+    assert added <= METHODS[name][1]
+
+
+@pytest.mark.parametrize("name", ["an.py", *METHODS])
+def test_every_script_has_the_same_headings(name):
+    lines = (ROOT / name).read_text().splitlines()
+    headings = [line for line in lines if line.startswith("# ---- ")]
+    assert headings == ["# ---- 1. Settings", "# ---- 2. Method", "# ---- 3. Train"]
+    assert lines[0].startswith('"""')
+    assert any(line.startswith("NOTES:") for line in lines)
