@@ -165,6 +165,8 @@ def draw_known_positives(y, ratio, seed=PROTOCOL_SEED):
 def decode(path, size):
     """The protocol's transform: RGB, squashed to size x size, bilinear. -> uint8 (size, size, 3)"""
     with Image.open(path) as image:
+        if image.mode.startswith("I"):  # 16 bits of grey, which PIL would cut off at 255
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         return np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
 
 
@@ -370,7 +372,9 @@ class Classifier(nn.Module):
         return self.body((x - self.mean) / self.std)  # (B, D)
 
     def forward(self, x):
-        return self.head(x if x.ndim == 2 else self.features(x))
+        features = x if x.ndim == 2 else self.features(x)
+        with torch.autocast(x.device.type, enabled=False):  # bf16 logits would tie, and mAP ranks them
+            return self.head(features.float())
 
 
 def make_body(args):
@@ -819,11 +823,13 @@ class Run:
         return mean_average_precision(self.predict(model, split), split.y) if split else math.nan
 
     def mean_logs(self):
-        means = {name: torch.stack(values).float().nanmean().to(self.device) for name, values in self.logged.items()}
-        for name in sorted(means):
-            if world() > 1:
-                dist.all_reduce(means[name])
-        return {name: mean.item() / world() for name, mean in means.items()}
+        """Means over all steps and processes of what was logged; a NaN is a step that had nothing to say"""
+        names = sorted(self.logged) if world() > 1 else list(self.logged)
+        values = [torch.stack(self.logged[name]).double() for name in names]
+        sums = torch.stack([torch.stack([v.nansum(), (~v.isnan()).sum()]) for v in values]).to(self.device)
+        if world() > 1:
+            dist.all_reduce(sums)
+        return dict(zip(names, (sums[:, 0] / sums[:, 1]).tolist()))
 
     @torch.no_grad()
     def predict(self, model, split):
@@ -890,9 +896,10 @@ class Run:
         test = {"test_mAP": math.nan, "test_F1": {}, "test_AP": {}}
         if data.test and (self.finished or (better and data.val)):
             logits = self.predict(model, data.test)
-            test["test_mAP"] = row["test_mAP"] = mean_average_precision(logits, data.test.y)
+            ap = average_precision(logits, data.test.y)
+            test["test_mAP"] = row["test_mAP"] = 100 * ap.mean().item()
             test["test_F1"] = f1_scores(logits.sigmoid(), data.test.y)
-            test["test_AP"] = dict(zip(data.classes, average_precision(logits, data.test.y).tolist()))
+            test["test_AP"] = dict(zip(data.classes, ap.tolist()))
         if better:
             self.best = {"epoch": self.epoch, "val_mAP": row["val_mAP"], **test}
         row |= {"images_per_s": images_per_s, "seconds": time.perf_counter() - self.epoch_started}
@@ -992,15 +999,21 @@ def join_parts(parts, whole):
 
 
 def plot_curve(rows, best_epoch, path):
-    """The losses, the mAPs, and a panel for each other column of the metrics."""
+    """The losses, the mAPs, and panels for the other columns of the metrics."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    columns = [name for name in rows[-1] if name not in ("epoch", "seconds", "images_per_s")]
-    panels = {"loss": [name for name in columns if name.startswith("loss")], "mAP": ["val_mAP", "test_mAP"]}
-    panels |= {name: [name] for name in columns if name not in panels["loss"] + panels["mAP"]}
+    columns = [
+        name
+        for name in dict.fromkeys(name for row in rows for name in row)
+        if name not in ("epoch", "seconds", "images_per_s")
+    ]
+    panels = {"loss": [], "mAP": ["val_mAP", "test_mAP"]}
+    for name in columns:  # those of one first word share a panel
+        if name not in panels["mAP"]:
+            panels.setdefault(name.split("_")[0], []).append(name)
     wide = min(3, len(panels))
     high = -(-len(panels) // wide)
     figure, axes = plt.subplots(high, wide, figsize=(4.2 * wide, 3 * high), squeeze=False, layout="constrained")
@@ -1014,7 +1027,7 @@ def plot_curve(rows, best_epoch, path):
         axis.set(title=title, xlabel="epoch")
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
-    axes.flat[1].legend(frameon=False)
+        axis.legend(frameon=False, fontsize=8)
     figure.suptitle(path.parent.name, fontsize=9, color="grey")
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=120, format="png")
@@ -1025,22 +1038,22 @@ def plot_curve(rows, best_epoch, path):
 
 
 def average_precision(scores, y):
-    """(N, C) scores and labels -> (C,) float64 in 0..1, not interpolated, as scikit-learn's average_precision_score:
-    the sum over distinct thresholds of (recall gained) * precision. Without positives: 0."""
+    """(N, C) scores and labels -> (C,) float64 in 0..1: the mean, over a class's positives, of the precision among all
+    images that score as high or higher. Ties and all, that is scikit-learn's average_precision_score; 0 if none."""
     scores, y = torch.as_tensor(scores).detach(), torch.as_tensor(y)
     if scores.shape != y.shape or scores.ndim != 2:
         raise ValueError(f"scores {tuple(scores.shape)} and labels {tuple(y.shape)} should be one (N, C)")
     if torch.isnan(scores).any():
         raise ValueError("scores hold NaN: there is no ranking to measure")
-    ranked, order = scores.T.contiguous().sort(dim=1, descending=True)  # (C, N)
-    hits = (y.T.to(ranked.device) == 1).gather(1, order).cumsum(1, dtype=torch.int32)
-    ends = torch.ones_like(ranked, dtype=torch.bool)  # the last of every run of equal scores: a threshold
-    ends[:, :-1] = ranked[:, 1:] != ranked[:, :-1]
-    before = torch.zeros_like(hits)  # hits at the threshold before
-    before[:, 1:] = torch.where(ends, hits, 0).cummax(1).values[:, :-1]
-    places = torch.arange(1, ranked.shape[1] + 1, device=ranked.device, dtype=torch.float64)
-    gained = torch.where(ends, hits - before, 0)
-    return (gained * (hits / places)).sum(1) / hits[:, -1].clamp(min=1)
+    scores = (scores if scores.dtype == torch.float64 else scores.float()).T.contiguous()  # (C, N)
+    positive = (y.T == 1).to(scores.device)
+    ap = torch.zeros(len(scores), dtype=torch.float64, device=scores.device)
+    for c, ranked in enumerate(scores.sort(dim=1).values):
+        own = scores[c, positive[c]].sort().values
+        if len(own):
+            as_high = lambda values: (len(values) - torch.searchsorted(values, own)).double()  # noqa: B023
+            ap[c] = (as_high(own) / as_high(ranked)).mean()
+    return ap
 
 
 def mean_average_precision(scores, y):

@@ -14,11 +14,14 @@ arithmetic and from the pinned Pillow and matplotlib (whose DejaVu font draws th
 
 import csv
 import hashlib
+import http.client
 import json
 import math
 import multiprocessing
 import os
+import re
 import shutil
+import sys
 import tarfile
 import tempfile
 import time
@@ -26,7 +29,9 @@ import urllib.error
 import urllib.request
 import zipfile
 import zlib
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -273,10 +278,10 @@ ARCHIVES = {  # data set: [(address, md5 where one is published)]
         (f"{OXFORD}/voc2007/VOCtrainval_06-Nov-2007.tar", "c52e279531787c972589f7e41ab4ae64"),
         (f"{OXFORD}/voc2007/VOCtest_06-Nov-2007.tar", "b6e924de25625d8de591ea690078ad9f"),
     ],
-    "coco": [
-        ("https://images.cocodataset.org/annotations/annotations_trainval2014.zip", ""),
-        ("https://images.cocodataset.org/zips/train2014.zip", ""),
-        ("https://images.cocodataset.org/zips/val2014.zip", ""),
+    "coco": [  # http: the host's certificate is for another name
+        ("http://images.cocodataset.org/annotations/annotations_trainval2014.zip", ""),
+        ("http://images.cocodataset.org/zips/train2014.zip", ""),
+        ("http://images.cocodataset.org/zips/val2014.zip", ""),
     ],
     "cub": [("https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz", "")],
 }
@@ -296,36 +301,37 @@ class Source:
     image_folder: Path
     names: dict  # part: list of names
     labels: dict  # part: (N, C) uint8, full labels
-    observed: dict  # part: (N, C) uint8, where they are given and not to be drawn
+    observed: dict = field(default_factory=dict)  # part: (N, C) uint8, where they are given and not to be drawn
+    published: bool = True  # these are the images of the papers, whose numbers are known
 
 
 def fetch(args):
     """The root of the extracted data set, after whatever download and extraction it takes."""
     raw = Path(args.raw or Path(args.data_root) / args.dataset / "raw")
-    root = find_root(raw, MARKERS[args.dataset])
+    root = None if list(raw.glob("*.extracting")) else find_root(raw, args.dataset)
     if root:
         return root
     for address, md5 in ARCHIVES[args.dataset]:
         archive = raw / address.rsplit("/", 1)[1]
-        extracted = archive.with_name(archive.name + ".extracted")
+        extracting, extracted = (archive.with_name(archive.name + ending) for ending in (".extracting", ".extracted"))
         if not extracted.exists():
             download(address, archive, md5)
+            extracting.touch()  # stays behind when the extraction is cut off
             extract(archive, raw)
-            extracted.touch()
-    root = find_root(raw, MARKERS[args.dataset])
+            extracting.replace(extracted)
+    root = find_root(raw, args.dataset)
     if not root:
         common.die(f"{raw} was filled but lacks {', '.join(MARKERS[args.dataset])}: another release of {args.dataset}?")
     return root
 
 
-def find_root(raw, markers):
-    """raw, or a folder up to two levels below it, that holds all markers"""
-    for depth in ("", "*/", "*/*/"):
-        for found in sorted(raw.glob(depth + markers[0])):
-            root = found.parents[markers[0].count("/")]
-            if all((root / marker).exists() for marker in markers):
-                return root
-    return None
+def find_root(raw, dataset):
+    """raw, or a folder up to two levels below it, that holds all of the data set's markers"""
+    markers, usual = MARKERS[dataset], {"voc": "VOC2012", "voc2007": "VOC2007"}.get(dataset)
+    found = [path for depth in ("", "*/", "*/*/") for path in sorted(raw.glob(depth + markers[0]))]
+    roots = [path.parents[markers[0].count("/")] for path in found]
+    roots = [root for root in roots if all((root / marker).exists() for marker in markers)]
+    return min(roots, key=lambda root: root.resolve().name != usual, default=None)  # a devkit may hold several years
 
 
 def download(address, path, md5="", tries=5):
@@ -338,8 +344,9 @@ def download(address, path, md5="", tries=5):
             download_rest(address, partial)
             os.replace(partial, path)
             break
-        except OSError as problem:  # urllib's errors too
-            if isinstance(problem, urllib.error.HTTPError) or attempt == tries - 1:
+        except (OSError, http.client.HTTPException) as problem:  # urllib's errors are OSErrors
+            refused = isinstance(problem, urllib.error.HTTPError) and problem.code < 500
+            if refused or attempt == tries - 1:
                 common.die(f"{address} can't be downloaded ({problem}): {by_hand}")
             time.sleep(2**attempt / 4)
     if md5:
@@ -362,13 +369,14 @@ def download_rest(address, partial):
             return  # it was whole
         raise
     with answer, open(partial, "ab" if answer.status == 206 else "wb") as file:
-        total = int(answer.headers["Content-Length"]) + file.tell()
+        length = answer.headers["Content-Length"]
+        total = int(length) + file.tell() if length else None
         bar = dict(total=total, initial=file.tell(), unit="B", unit_scale=True, leave=False, disable=None)
         with tqdm(desc=f"downloading {partial.stem}", **bar) as progress:
             while block := answer.read(1 << 20):
                 file.write(block)
                 progress.update(len(block))
-        if file.tell() != total:
+        if total and file.tell() != total:
             raise ConnectionError(f"{file.tell()} of {total} bytes came")
 
 
@@ -391,6 +399,8 @@ def extract(archive, folder):
                     pack.extract(member, folder, filter="data")
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error) as problem:
         common.die(f"{archive} is damaged or unsafe ({problem}): delete it and run this again")
+    except OSError as problem:
+        common.die(f"{folder} can't be written: {problem}")
 
 
 VOC_CLASSES = ["aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable"]
@@ -410,7 +420,7 @@ def read_voc(root, official):
         kept = sorted(image for image, y in rows.items() if y.any())
         names[part] = [f"{image}.jpg" for image in kept]
         labels[part] = np.stack([rows[image] for image in kept])
-    return Source(VOC_CLASSES, root / "JPEGImages", names, labels, {})
+    return Source(VOC_CLASSES, root / "JPEGImages", names, labels)
 
 
 def read_coco(root):
@@ -429,6 +439,11 @@ def read_coco(root):
                     column[entry["id"]] = (len(column), entry["name"])
                 elif section == "annotations":
                     found.append((entry["image_id"], entry["category_id"]))
+        classes = [name for _, name in column.values()]
+        if part == "train":
+            train_classes = classes
+        elif classes != train_classes:
+            common.die(f"{path} has other categories than the training file")
         for image, category in found:
             rows.setdefault(image, set()).add(column[category][0])
         order = sorted(rows, key=str)
@@ -436,7 +451,7 @@ def read_coco(root):
         labels[part] = np.zeros((len(order), len(column)), dtype=np.uint8)
         for row, image in enumerate(order):
             labels[part][row, list(rows[image])] = 1
-    return Source([name for _, name in column.values()], root, names, labels, {})
+    return Source(classes, root, names, labels)
 
 
 def stream_json(path, block=1 << 20):
@@ -502,33 +517,27 @@ def read_cub(root):
     chosen = {"train": np.array([is_train[image] == "1" for image in ids])}
     chosen["val"] = ~chosen["train"]
     names = {part: [files[image] for image, keep in zip(ids, keeps) if keep] for part, keeps in chosen.items()}
-    return Source(classes, root / "images", names, {part: y[keeps] for part, keeps in chosen.items()}, {})
+    return Source(classes, root / "images", names, {part: y[keeps] for part, keeps in chosen.items()})
 
 
 NUS_HELP = """NUS-WIDE can't be downloaded freely. Put into {raw} one of:
-  (1) the authors' formatted_{{train,val}}_{{images,labels}}.npy (zenodo.org/records/10162606: Cole et al.'s re-crawl)
-      and the images they name in a folder images/
+  (1) the authors' formatted_{{train,val}}_{{images,labels}}.npy (zenodo.org/records/10162606: Cole et al.'s re-crawl),
+      the official ConceptsList/Concepts81.txt (the names of the classes) and the images in a folder images/
   (2) the official lists: ImageList/{{Train,Test}}Imagelist.txt, TrainTestLabels/Labels_<concept>_{{Train,Test}}.txt and
       ConceptsList/Concepts81.txt, and the images in a folder images/ (on request from NUS)
 and run this again. The two are different images: their results can't be compared."""
 
 
 def read_nus(raw):
+    names, labels, concepts = {}, {}, raw / "ConceptsList/Concepts81.txt"
     if (raw / "formatted_train_images.npy").exists():
-        arrays = {
-            (part, kind): common.read_array(raw / f"formatted_{part}_{kind}.npy", ndim)
-            for part in ("train", "val")
-            for kind, ndim in (("images", 1), ("labels", 2))
-        }
-        names = {part: [str(name) for name in arrays[part, "images"]] for part in ("train", "val")}
-        labels = {part: arrays[part, "labels"].astype(np.uint8) for part in ("train", "val")}
-        concepts = raw / "Concepts81.txt"
-        classes = read_lines(concepts) if concepts.exists() else [f"class {c}" for c in range(labels["train"].shape[1])]
-        return Source(classes, raw / "images", names, labels, {})
+        for part in ("train", "val"):
+            names[part] = [str(name) for name in common.read_array(raw / f"formatted_{part}_images.npy", ndim=1)]
+            labels[part] = common.read_labels(raw / f"formatted_{part}_labels.npy", len(names[part]))
+        return Source(read_lines(concepts), raw / "images", names, labels)
     if not (raw / "ImageList/TrainImagelist.txt").exists():
         common.die(NUS_HELP.format(raw=raw))
-    classes = read_lines(raw / "ConceptsList/Concepts81.txt")
-    names, labels = {}, {}
+    classes = read_lines(concepts)
     for part, official in (("train", "Train"), ("val", "Test")):
         names[part] = [line.replace("\\", "/") for line in read_lines(raw / f"ImageList/{official}Imagelist.txt")]
         columns = [read_lines(raw / f"TrainTestLabels/Labels_{name}_{official}.txt") for name in classes]
@@ -536,14 +545,15 @@ def read_nus(raw):
         if uneven:
             common.die(f"Labels_{uneven[0]}_{official}.txt has not as many lines as {official}Imagelist.txt")
         labels[part] = (np.array(columns) == "1").T.astype(np.uint8)
-    return Source(classes, raw / "images", names, labels, {})
+    print("note: the official lists have other images than the 150,000 / 60,260 of the papers: no count to check")
+    return Source(classes, raw / "images", names, labels, published=False)
 
 
 def read_lines(path):
     try:
-        return [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
-    except OSError as problem:
-        common.die(f"{path} can't be read: {problem.strerror}")
+        return [line.strip() for line in Path(path).read_text("utf-8-sig").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as problem:
+        common.die(f"{path} can't be read: {problem}")
 
 
 # ---- 4. Your own images
@@ -556,9 +566,13 @@ def read_custom(args):
     folder, problems, tables = Path(args.images), [], {}
     if not args.images or not folder.is_dir():
         common.die(f"--images {args.images!r} is not a folder")
+    if args.from_folders and args.labels:
+        common.die("--labels and --from_folders both say what the labels are: leave one out")
     if args.from_folders:
-        found = sorted(path for path in folder.glob("*/**/*") if path.suffix.lower() in IMAGE_ENDINGS)
-        names = [path.relative_to(folder).as_posix() for path in found]
+        found = sorted(
+            path.relative_to(folder) for path in folder.glob("*/**/*") if path.suffix.lower() in IMAGE_ENDINGS
+        )
+        names = [path.as_posix() for path in found if not path.parts[0].startswith((".", "__"))]
         tables["train"] = [(name, [name.split("/")[0]], f"{folder / name}") for name in names]
     elif args.labels:
         tables["train"] = read_table(args.labels, folder, problems)
@@ -583,8 +597,9 @@ def read_custom(args):
     ]
     known = {label for _, labels, _ in tables["train"] for label in labels}
     if args.classes:
-        given = Path(args.classes)
-        classes = read_lines(given) if given.is_file() else [name.strip() for name in args.classes.split(",")]
+        given = read_lines(args.classes) if os.path.isfile(args.classes) else args.classes.split(",")
+        classes = [name.strip() for name in given]
+        problems += [f"--classes names {name!r} twice" for name in sorted(set(classes)) if classes.count(name) > 1]
     else:
         classes = sorted(known.union(*(labels for table in tables.values() for _, labels, _ in table)))
     for table in tables.values():
@@ -628,11 +643,10 @@ def read_table(path, folder, problems):
         if len(line) != 2:
             problems.append(f"{place}: two columns (image,label), not {len(line)}")
             continue
-        image = line[0].strip()
-        inside = (folder / image).resolve().is_relative_to(folder.resolve())
-        if not inside:
+        image = Path(os.path.normpath(line[0].strip())).as_posix()
+        if not Path(os.path.realpath(folder / image)).is_relative_to(os.path.realpath(folder)):
             problems.append(f"{place}: {image} is outside {folder}")
-        elif not (folder / image).is_file():
+        elif not os.path.isfile(folder / image):
             problems.append(f"{place}: there is no {folder / image}")
         table.append((image, [label.strip() for label in line[1].split(";") if label.strip()], place))
     return table
@@ -651,42 +665,63 @@ VOC_DRAWS = [12, 4, 11, 19, 6, 0, 14, 0, 10, 18, 11, 7]  # the observed classes 
 
 
 def write_source(folder, name, source):
-    """The formatted files. While they are being written a marker forbids their use."""
+    """The formatted files, checked. Until they are right a marker forbids their use."""
+    if list(folder.glob("formatted_*.npy")) and not (folder / "dataset.json").exists():
+        common.die(
+            f"{folder} holds formatted files that were not made here: move them, or use them with --dataset {folder}"
+        )
     common.make_folder(folder)
     unfinished = folder / common.UNFINISHED
     unfinished.touch()
+    observed = source.observed or {part: common.draw_single_positives(y) for part, y in source.labels.items()}
+    info = {"name": name, "classes": source.classes, "image_folder": str(source.image_folder.resolve())}
+    common.write_json(folder / "dataset.json", {**info, "published": source.published})
     for old in folder.glob("formatted_*.npy"):
         old.unlink()
-    observed = source.observed or {part: common.draw_single_positives(y) for part, y in source.labels.items()}
     for kind, parts in (("images", source.names), ("labels", source.labels), ("labels_obs", observed)):
         for part, content in parts.items():
             np.save(folder / f"formatted_{part}_{kind}.npy", np.array(content))
-    info = {"name": name, "classes": source.classes, "image_folder": str(source.image_folder.resolve())}
-    common.write_json(folder / "dataset.json", info)
+    check_counts(folder)
     unfinished.unlink()
+
+
+def read_names(folder, part):
+    return [str(name) for name in common.read_array(folder / f"formatted_{part}_images.npy", ndim=1)]
 
 
 def parts_of(folder):
     return [part for part in ("train", "valid", "val") if (folder / f"formatted_{part}_images.npy").exists()]
 
 
-def visit(images, what, target, rows, compare, done=None):
+def visit(images, what, target, rows, compare, finished=lambda rows: None):
     """Decodes the rows of `images` in several processes, into `target` or to compare with it; -> what went wrong"""
     jobs = [
-        (images.image_folder, [images.names[row] for row in chunk], chunk, images.size, target, compare)
-        for chunk in np.split(rows, range(64, len(rows), 64))
-        if len(chunk)
+        (
+            images.image_folder,
+            [images.names[row] for row in rows[n : n + 64]],
+            rows[n : n + 64],
+            images.size,
+            target,
+            compare,
+        )
+        for n in range(0, len(rows), 64)
     ]
     problems = []
-    processes = multiprocessing.get_context("spawn").Pool(os.cpu_count()) if len(jobs) > 1 else None
-    with tqdm(total=len(rows), desc=what, unit="img", leave=False, disable=None) as bar:
-        for chunk, failed in processes.imap_unordered(visit_chunk, jobs) if processes else map(visit_chunk, jobs):
-            if done is not None:
-                done[[row for row in chunk if row not in failed]] = True
-            problems += failed.values()
-            bar.update(len(chunk))
-    if processes:
-        processes.close()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    # forked, where that exists: a fresh interpreter for each worker would take seconds and hundreds of megabytes
+    context = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
+    workers = ProcessPoolExecutor(cores, context, initializer=common.ignore_ctrl_c, initargs=(0,))
+    with workers, tqdm(total=len(rows), desc=what, unit="img", leave=False, disable=None) as bar:
+        try:
+            for chunk, failed in workers.map(visit_chunk, jobs):
+                finished([row for row in chunk if row not in failed])
+                problems += failed.values()
+                bar.update(len(chunk))
+        except BrokenProcessPool:
+            common.die("a process that decodes images was killed (out of memory or disk?): run this again to go on")
+        except BaseException:
+            workers.shutdown(wait=False, cancel_futures=True)
+            raise
     return problems
 
 
@@ -707,54 +742,80 @@ def visit_chunk(job):
     return rows, failed
 
 
+def file_times(images):
+    return np.array([os.stat(images.image_folder / name).st_mtime_ns for name in images.names])
+
+
+def describe_cache(images):
+    """What a cache was made of: the list of names, and the files behind it"""
+    files = hashlib.sha256(str(images.image_folder).encode() + file_times(images).tobytes()).hexdigest()
+    return {"images": common.hash_names(images.names), "files": files}
+
+
+def drop_stale_cache(folder, image_folder, part, size):
+    """Deletes a cache that is of other images than the formatted file's."""
+    cache = folder / f"cache_{part}_{size}.npy"
+    if not cache.exists():
+        return
+    images = SimpleNamespace(names=read_names(folder, part), image_folder=image_folder)
+    described = cache.with_suffix(".json")
+    if not described.exists() or common.read_json(described, "") != describe_cache(images):
+        cache.unlink()
+
+
 def make_cache(images, what):
     """The pre-resized cache of one formatted file: goes on where it was stopped, takes its name when it is whole."""
-    if images.cached:
-        return []
-    partial, done_path = (images.cache.with_name(images.cache.name + ending) for ending in (".part", ".done"))
-    description = {"images": common.hash_names(images.names)}
-    described = images.cache.with_suffix(".json")
-    same = described.exists() and common.read_json(described, "") == description
-    if not (same and partial.exists() and done_path.exists()):
-        common.write_json(described, description)
+    description, times = describe_cache(images), file_times(images)
+    stem = f"{images.cache.name}.{common.hash_names([str(images.image_folder), *images.names])[:8]}"
+    partial, done_path = (images.cache.with_name(stem + ending) for ending in (".part", ".done"))
+    for old in images.cache.parent.glob(f"{images.cache.name}.*"):  # of another list of images
+        if old not in (partial, done_path):
+            old.unlink()
+    if not done_path.exists():  # it comes after the whole .part
         shape = len(images), images.size, images.size, 3
-        np.lib.format.open_memmap(partial, "w+", np.uint8, shape).flush()
-        np.lib.format.open_memmap(done_path, "w+", bool, (len(images),)).flush()
-    done = np.lib.format.open_memmap(done_path, "r+")
-    problems = visit(images, what, partial, np.flatnonzero(~done), compare=False, done=done)
+        pixels = np.lib.format.open_memmap(partial, "w+", np.uint8, shape)
+        if hasattr(os, "posix_fallocate"):  # a full disk is to be met here, not in the middle
+            with open(partial, "r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, pixels.nbytes + pixels.offset)
+        with common.replacing(done_path) as temporary, open(temporary, "wb") as file:
+            np.save(file, np.zeros(len(images), dtype=np.int64))
+    done = np.lib.format.open_memmap(done_path, "r+")  # the time of the file that each row was made of, 0 before
+
+    def finished(rows):
+        done[rows] = times[rows]
+
+    problems = visit(images, what, partial, np.flatnonzero(done != times), compare=False, finished=finished)
     if not problems:
+        common.write_json(images.cache.with_suffix(".json"), description)
         os.replace(partial, images.cache)
         done_path.unlink()
     return problems
 
 
-def check_counts(folder, name):
-    """The numbers that are known of a data set; -> what is wrong"""
-    if name not in EXPECTED:
-        return []
-    classes, parts = EXPECTED[name]
+def check_counts(folder):
+    """Compares with the numbers that are known of a data set."""
+    info = common.read_json(folder / "dataset.json", f"{folder} is not prepared")
+    if info["name"] not in EXPECTED or not info["published"]:
+        return
+    classes, parts = EXPECTED[info["name"]]
     problems = []
     for part, (n_images, n_labels, per_image) in parts.items():
         y = common.read_array(folder / f"formatted_{part}_labels.npy", ndim=2)
         train_rows, _ = common.split_indices(len(y))
         if y.shape != (n_images, classes):
-            cause = "files are missing, or it is another release"
-            if name == "nus":
-                cause = "the official lists have other images than the 150,000 / 60,260 of the papers"
-            problems.append(
-                f"{part}: {len(y):,} images and {y.shape[1]} classes, not {n_images:,} and {classes} ({cause})"
-            )
+            problem = f"{len(y):,} images and {y.shape[1]} classes, not {n_images:,} and {classes}"
+            problems.append(f"{part}: {problem} (files are missing, or it is another release)")
         elif n_labels and y.sum() != n_labels:
             problems.append(f"{part}: {int(y.sum()):,} labels, not {n_labels:,} (are 0, 'difficult', and 1 mixed up?)")
-        elif per_image and abs(y[train_rows].sum(1).mean() - per_image) > 0.05 * per_image**0.5:
+        elif per_image and abs(y[train_rows].sum(1).mean() - per_image) > 0.06:
             problems.append(f"{part}: {y[train_rows].sum(1).mean():.2f} positives per image, not {per_image}")
-    if name == "voc" and not problems:
-        z = common.read_array(folder / "formatted_train_labels_obs.npy", ndim=2)
-        if z[: len(VOC_DRAWS)].argmax(1).tolist() != VOC_DRAWS:
-            problems.append(
-                "train: the observed labels are not the published draw (has formatted_train_labels_obs.npy changed?)"
-            )
-    return problems
+        elif part == "train":
+            z = common.read_array(folder / "formatted_train_labels_obs.npy", ndim=2)
+            first = z[: len(VOC_DRAWS)].argmax(1).tolist()
+            if not np.array_equal(z, common.draw_single_positives(y)) or (info["name"] == "voc" and first != VOC_DRAWS):
+                problems.append("train: the observed labels are not the published draw")
+    if problems:
+        common.die(f"{folder} is not what it should be: {'; '.join(problems)}")
 
 
 def summarise(folder):
@@ -777,42 +838,57 @@ def summarise(folder):
 def prepare(args):
     """Makes what is missing, checks what there is; -> the data set's folder"""
     name = args.name if args.dataset == "custom" else args.dataset
-    if not name or Path(name).name != name or (args.dataset == "custom" and name in (*EXPECTED, "scenes")):
-        common.die(f"--name {name!r}: give your data set a name of its own, without slashes")
+    if not re.fullmatch(r"\w[\w.-]*", name) or (args.dataset == "custom" and name in (*EXPECTED, "scenes")):
+        common.die(f"--name {name!r}: give your data set a name of its own, of letters, digits, - and _")
+    if args.image_size < 1:
+        common.die(f"--image_size must be at least 1, not {args.image_size}")
     folder = Path(args.data_root) / name
     ready = (folder / "dataset.json").exists() and not (folder / common.UNFINISHED).exists()
     if args.check and not ready:
         common.die(f"{folder} is not prepared: run this without --check")
     if args.dataset == "scenes":
         make_scenes(folder)
-    elif not args.check and (args.dataset == "custom" or not ready):
+        return folder
+    if not args.check and (args.dataset == "custom" or not ready):
         write_source(folder, name, read_source(args))
+    elif args.check:
+        check_counts(folder)
 
-    problems = check_counts(folder, name)
-    if problems and not (args.dataset == "nus" and "official lists" in problems[0]):
-        common.die(f"{folder} is not what it should be: {'; '.join(problems)}")
-    for problem in problems:
-        print(f"note: {problem}")
-    image_folder = common.read_json(folder / "dataset.json", "")["image_folder"]
-    size = SIDE if args.dataset == "scenes" else args.image_size
-    parts = {part: common.Images(folder, folder / image_folder, part, size) for part in parts_of(folder)}
-    need = sum(len(images) * size * size * 3 for images in parts.values() if not images.cached)
-    if need and args.cache and not args.check:
-        free = shutil.disk_usage(folder).free
-        print(f"the image cache at {size} pixels takes {need / 1e9:.1f} GB; {free / 1e9:.0f} GB are free")
-        if need > free:
-            common.die("the disk is too small for the image cache: say --no_cache, or choose a smaller --image_size")
+    size, image_folder = args.image_size, Path(common.read_json(folder / "dataset.json", "")["image_folder"])
+    names = {part: read_names(folder, part) for part in parts_of(folder)}
+    missing = [
+        str(image_folder / image) for part in names for image in names[part] if not (image_folder / image).is_file()
+    ]
+    if missing:
+        listed = "\n  ".join(missing[:1000])
+        common.die(f"{len(missing)} images are missing; put them back and run this again:\n  {listed}")
+    if not args.check:
+        for part in names:
+            drop_stale_cache(folder, image_folder, part, size)
+    parts = {part: common.Images(folder, image_folder, part, size) for part in names}
+    if args.cache and not args.check:
+        say_disk(folder, [images for images in parts.values() if not images.cached])
     damaged = []
     for part, images in parts.items():
         if args.check or not args.cache:
             target = images.cache if images.cached else None
             damaged += visit(images, f"checking {part}", target, np.arange(len(images)), compare=True)
-        else:
+        elif not images.cached:
             damaged += make_cache(images, f"resizing {part}")
     if damaged:
         listed = "\n  ".join(sorted(damaged))
         common.die(f"{len(damaged)} images are damaged; replace them and run this again:\n  {listed}")
     return folder
+
+
+def say_disk(folder, to_cache):
+    need = sum(len(images) * images.size**2 * 3 for images in to_cache)
+    there = sum(path.stat().st_blocks * 512 for path in folder.glob("cache_*.part"))
+    free = shutil.disk_usage(folder).free
+    if need:
+        print(f"the image cache takes {need / 1e9:.1f} GB; {free / 1e9:.0f} GB are free", flush=True)
+    if need - there > free:
+        common.die("the disk is too small for the image cache: say --no_cache, or choose a smaller --image_size")
 
 
 def read_source(args):
@@ -821,11 +897,14 @@ def read_source(args):
     if args.dataset == "nus":
         return read_nus(Path(args.raw or Path(args.data_root) / "nus" / "raw"))
     root = fetch(args)
-    if args.dataset == "voc":
-        return read_voc(root, {"train": "train", "val": "val"})
-    if args.dataset == "voc2007":
-        return read_voc(root, {"train": "trainval", "val": "test"})
-    return read_coco(root) if args.dataset == "coco" else read_cub(root)
+    try:
+        if args.dataset == "voc":
+            return read_voc(root, {"train": "train", "val": "val"})
+        if args.dataset == "voc2007":
+            return read_voc(root, {"train": "trainval", "val": "test"})
+        return read_coco(root) if args.dataset == "coco" else read_cub(root)
+    except (ValueError, KeyError, IndexError) as problem:
+        common.die(f"{root} is not in the layout of {args.dataset}: {problem!r}")
 
 
 # ---- 6. A look at the data
@@ -850,16 +929,23 @@ def contact_sheet(data, path, side=5):
         axis.imshow(image)
         axis.set_title("\n".join(observed), fontsize=9, fontweight="bold", color="tab:green", loc="left", pad=3)
         axis.text(0, -0.04, ", ".join(hidden), fontsize=7, color="grey", va="top", transform=axis.transAxes, wrap=True)
-    figure.savefig(path, dpi=110)
+    try:
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as problem:
+        common.die(f"--contact_sheet {path} can't be written: {problem}")
 
 
 # ---- 7. Go
 
 if __name__ == "__main__":
     args = tyro.cli(Args, use_underscores=True)
-    folder = prepare(args)
-    summarise(folder)
-    if args.contact_sheet:
-        size = SIDE if args.dataset == "scenes" else args.image_size
-        data = common.load(SimpleNamespace(dataset=str(folder), data_root="", image_size=size, known_ratio=0.0))
-        contact_sheet(data, args.contact_sheet)
+    try:
+        folder = prepare(args)
+        summarise(folder)
+        if args.contact_sheet:
+            size = SIDE if args.dataset == "scenes" else args.image_size
+            data = common.load(SimpleNamespace(dataset=str(folder), data_root="", image_size=size, known_ratio=0.0))
+            contact_sheet(data, args.contact_sheet)
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on", file=sys.stderr)
+        sys.exit(130)

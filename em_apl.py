@@ -76,38 +76,37 @@ def select_pseudo_negatives(p, z, quota):
     return chosen & (z == 0)
 
 
-def quality(z, y, observed):
-    """Pseudo-negatives against the truth, in percent: correct; correct if drawn at random from the same classes; and at
-    best, since a class's quota may exceed its negatives"""
-    count, negatives, free = (z == -1).sum(0), ((y == 0) & (observed == 0)).sum(0), (observed == 0).sum(0)
-    total = count.sum().clamp(min=1) / 100
-    correct = ((z == -1) & (y == 0)).sum() / total
-    by_chance = (count * negatives / free.clamp(min=1)).sum() / total
-    at_best = torch.minimum(count, negatives).sum() / total
-    return correct, by_chance, at_best
+def quality(chosen, right, free):
+    """Pseudo-labels against the truth, in percent: right; right if drawn at random from the free labels of the same
+    classes; and right at best, since a class may have fewer than were chosen"""
+    count, available, total = chosen.sum(0), (right & free).sum(0), chosen.sum().clamp(min=1) / 100
+    by_chance = (count * available / free.sum(0).clamp(min=1)).sum()
+    return (chosen & right).sum() / total, by_chance / total, torch.minimum(count, available).sum() / total
 
 
 # ---- 3. Train
 
 if __name__ == "__main__":
     args = common.parse(Args, PRESETS)
+    if not (0 <= args.theta <= 1 and 0 <= args.pos_theta <= 1 and args.warmup >= 1):
+        common.die("--theta and --pos_theta are shares between 0 and 1, and --warmup is at least 1")
     run = common.Run(args, __file__)
     data = common.load(args, run.device)
     model = run.prepare(common.Classifier(args, len(data.classes)), data)
     optimizer = torch.optim.Adam([w for w in model.parameters() if w.requires_grad], lr=args.lr)
 
-    # new vs an.py: z with -1 for pseudo-labels, and their soft labels s
+    # new vs an.py: z with -1 for pseudo-negatives (-2 for the pseudo-positives of --pos_theta), and soft labels s
     z_all = data.train.z.to(torch.int8)
     s_all = torch.zeros(z_all.shape, device=run.device)
     steps = args.epochs - args.warmup
-    if args.apl and steps <= 0:
+    if args.apl and steps <= 0 and common.rank() == 0:
         print(f"warning: no pseudo-labels, for {args.epochs} epochs end within the warm-up of {args.warmup}")
     unobserved = (data.train.z == 0).sum(0).tolist()
     quota, pos_quota = ([int(share * n / max(steps, 1)) for n in unobserved] for share in (args.theta, args.pos_theta))
 
     for epoch in run.epochs(model=model, optimizer=optimizer, z=z_all, s=s_all):
         for x, z, idx in run.batches(data.train):
-            z, s = z_all[idx], s_all[idx]  # new vs an.py
+            z, s = z_all[idx].clamp(min=-1), s_all[idx]  # new vs an.py
             with run.autocast():
                 logits = model(x)
             positive, unknown, pseudo = em_apl_terms(logits.float(), z, s, args.alpha, args.beta)
@@ -115,18 +114,20 @@ if __name__ == "__main__":
             run.step(loss, optimizer)
             run.log(loss=loss, loss_positive=positive, loss_unknown=unknown, loss_pseudo=pseudo)
             if data.train.y is not None:  # the paper's Fig. 7
-                size, hidden = logits.detach().abs(), data.train.z[idx] == 0
-                for name, of in (("positives", data.train.y[idx] == 1), ("negatives", data.train.y[idx] == 0)):
-                    run.log(**{f"logit_{name}": (size * (hidden & of)).sum() / (hidden & of).sum()})
+                y, hidden, size = data.train.y[idx], data.train.z[idx] == 0, logits.detach().abs()
+                mean = lambda where: (size * where).sum() / where.sum()  # noqa: B023
+                run.log(logit_positives=mean(hidden & (y == 1)), logit_negatives=mean(hidden & (y == 0)))
         if args.apl and args.warmup <= epoch < args.epochs:  # new vs an.py: Algorithm 1, line 4
             p = run.predict(model, data.train).sigmoid()
             chosen = select_pseudo_negatives(p, z_all, quota)
             highest = select_pseudo_negatives(-p, z_all.masked_fill(chosen, -1), pos_quota)
             s_all[chosen] = 0 if args.hard else p[chosen]
             s_all[highest] = p[highest]
-            z_all[chosen | highest] = -1
-        run.log(pseudo_per_image=(z_all == -1).sum() / len(z_all))
+            z_all[chosen], z_all[highest] = -1, -2
+        run.log(negatives_per_image=(z_all == -1).sum() / len(z_all))
         if data.train.y is not None and (z_all == -1).any():
-            correct, by_chance, at_best = quality(z_all, data.train.y, data.train.z)
+            correct, by_chance, at_best = quality(z_all == -1, data.train.y == 0, data.train.z == 0)
             run.log(pseudo_correct=correct, pseudo_by_chance=by_chance, pseudo_at_best=at_best)
+            if args.pos_theta:  # the paper's Table 7
+                run.log(pseudo_positives_correct=quality(z_all == -2, data.train.y == 1, data.train.z == 0)[0])
         run.evaluate(model, data)

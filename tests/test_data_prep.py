@@ -5,6 +5,7 @@ import http.server
 import io
 import json
 import re
+import shutil
 import tarfile
 import threading
 import zipfile
@@ -86,14 +87,37 @@ def test_voc(voc, expect):
     )
 
 
-def test_wrong_counts_name_a_cause(voc, expect):
-    for train, expected in (
+def test_wrong_counts_name_a_cause_and_can_be_mended(voc, expect):
+    args = settings("voc", voc, raw=str(voc / "raw"))
+    for train, cause in (
         ((3, None, None), "2 images.*not 3.*another release"),
         ((2, 3, None), "2 labels, not 3.*difficult"),
     ):
         expect("voc", 20, train, (1, 2, None))
-        with pytest.raises(SystemExit, match=expected):
-            data_prep.prepare(settings("voc", voc, raw=str(voc / "raw")))
+        with pytest.raises(SystemExit, match=cause):
+            data_prep.prepare(args)
+        with pytest.raises(SystemExit, match="half prepared"):  # and nobody trains on it
+            common.load(an.Args(dataset=str(voc / "data/voc"), image_size=16))
+    expect("voc", 20, (2, 2, None), (1, 2, None))
+    data_prep.prepare(args)
+
+
+def test_a_changed_draw_is_noticed(voc, expect):
+    expect("voc", 20, (2, 2, None), (1, 2, None))
+    folder = data_prep.prepare(settings("voc", voc, raw=str(voc / "raw")))
+    np.save(folder / "formatted_train_labels_obs.npy", np.zeros((2, 20)))
+    with pytest.raises(SystemExit, match="not the published draw"):
+        data_prep.prepare(settings("voc", voc, check=True))
+
+
+def test_a_devkit_of_several_years(voc, expect):
+    expect("voc", 20, (2, 2, None), (1, 2, None))
+    devkit = voc / "raw/VOCdevkit"
+    shutil.copytree(devkit / "VOC2012", devkit / "VOC2007")
+    shutil.rmtree(devkit / "VOC2007/JPEGImages")
+    (devkit / "VOC2007/JPEGImages").mkdir()
+    folder = data_prep.prepare(settings("voc", voc, raw=str(devkit)))
+    assert json.loads((folder / "dataset.json").read_text())["image_folder"].endswith("VOC2012/JPEGImages")
 
 
 def test_a_second_run_does_nothing(voc, expect):
@@ -138,28 +162,69 @@ def test_damaged_images_are_listed_all_at_once(voc, expect):
     assert not list(folder.glob("*.part")) + list(folder.glob("*.done"))
 
 
+def test_missing_images_are_listed_all_at_once(voc, expect):
+    expect("voc", 20, (2, 2, None), (1, 2, None))
+    for name in ("2008_000002.jpg", "2009_000001.jpg"):
+        (voc / "raw/VOCdevkit/VOC2012/JPEGImages" / name).unlink()
+    with pytest.raises(SystemExit, match=r"2 images are missing(.|\n)*2008_000002(.|\n)*2009_000001"):
+        data_prep.prepare(settings("voc", voc, raw=str(voc / "raw")))
+
+
+def test_the_cache_follows_the_files(voc, expect):
+    expect("voc", 20, (2, 2, None), (1, 2, None))
+    folder = data_prep.prepare(settings("voc", voc, raw=str(voc / "raw")))
+    before = np.load(folder / "cache_train_16.npy")
+    picture(voc / "raw/VOCdevkit/VOC2012/JPEGImages/2008_000002.jpg", seed=5)  # another picture of the same name
+    data_prep.prepare(settings("voc", voc))
+    after = np.load(folder / "cache_train_16.npy")
+    assert not np.array_equal(before[0], after[0])
+    assert np.array_equal(before[1], after[1])
+
+
+def test_several_processes_decode_what_one_does(tmp_path):
+    names = [f"{i}.png" for i in range(150)]
+    for i, name in enumerate(names):
+        picture(tmp_path / "photos/a" / name, size=(20, 20), seed=i)
+    (tmp_path / "photos/a/77.png").write_bytes(b"no picture")
+    args = settings("custom", tmp_path, name="many", images=str(tmp_path / "photos"), from_folders=True)
+    with pytest.raises(SystemExit, match=r"1 images are damaged(.|\n)*77.png"):
+        data_prep.prepare(args)
+    picture(tmp_path / "photos/a/77.png", size=(20, 20), seed=77)
+    folder = data_prep.prepare(args)
+    cache, listed = np.load(folder / "cache_train_16.npy"), np.load(folder / "formatted_train_images.npy")
+    expected = np.stack([common.decode(tmp_path / "photos" / name, 16) for name in listed])
+    assert np.array_equal(cache, expected)
+
+
+def test_sixteen_bit_grey_is_not_cut_off(tmp_path):
+    ramp = np.tile(np.linspace(0, 65535, 64).astype(np.uint16), (64, 1))
+    Image.fromarray(ramp).save(tmp_path / "x.png")
+    pixels = common.decode(tmp_path / "x.png", 64)
+    assert pixels[0, :, 0].tolist() == (ramp[0] >> 8).tolist()
+
+
 def test_caching_goes_on_where_it_was_stopped(voc, expect, monkeypatch):
     expect("voc", 20, (2, 2, None), (1, 2, None))
-    visited = []
-    real = data_prep.visit_chunk
+    real, visited = data_prep.visit, []
 
-    def stopped(job):
+    def stopped(*_, **__):
         raise KeyboardInterrupt
 
-    def watched(job):
-        visited.extend(job[1])
-        return real(job)
+    def watched(images, what, target, rows, compare, finished):
+        visited.append(rows.tolist())
+        return real(images, what, target, rows, compare, finished)
 
-    monkeypatch.setattr(data_prep, "visit_chunk", stopped)
+    monkeypatch.setattr(data_prep, "visit", stopped)
     with pytest.raises(KeyboardInterrupt):
         data_prep.prepare(settings("voc", voc, raw=str(voc / "raw")))
-    folder = voc / "data" / "voc"
-    done = np.lib.format.open_memmap(folder / "cache_train_16.npy.done", "r+")
-    done[1] = True  # as if the second image had been written before the kill
+    (done_path,) = (voc / "data/voc").glob("cache_train_16.npy.*.done")
+    done = np.lib.format.open_memmap(done_path, "r+")
+    written = voc / "raw/VOCdevkit/VOC2012/JPEGImages/2008_000009.jpg"
+    done[1] = written.stat().st_mtime_ns  # as if the second image had been written before the kill
     done.flush()
-    monkeypatch.setattr(data_prep, "visit_chunk", watched)
+    monkeypatch.setattr(data_prep, "visit", watched)
     data_prep.prepare(settings("voc", voc))
-    assert visited == ["2008_000002.jpg", "2009_000001.jpg"]
+    assert visited == [[0], [0]]
 
 
 def test_a_half_written_data_set_is_refused(voc, expect):
@@ -286,12 +351,14 @@ def test_nus_official_lists(tmp_path, expect, capsys):
     assert formatted(folder, "train")[0][1] == "actor/Train_1.jpg"
     assert formatted(folder, "train")[1].tolist() == [[1, 1], [0, 1], [0, 0]]  # a row without a positive stays
     assert "other images than the 150,000" in capsys.readouterr().out
+    data_prep.prepare(settings("nus", tmp_path, check=True))
 
 
 def test_nus_authors_files(tmp_path, expect):
     expect("nus", 2, (2, None, None), (1, None, None))
     raw = tmp_path / "raw"
-    raw.mkdir()
+    (raw / "ConceptsList").mkdir(parents=True)
+    (raw / "ConceptsList/Concepts81.txt").write_text("airport\nanimal\n")
     for part, n in (("train", 2), ("val", 1)):
         np.save(raw / f"formatted_{part}_images.npy", np.array([f"{part}{i}.jpg" for i in range(n)]))
         np.save(raw / f"formatted_{part}_labels.npy", np.eye(2)[:n])
@@ -299,6 +366,10 @@ def test_nus_authors_files(tmp_path, expect):
             picture(raw / "images" / f"{part}{i}.jpg")
     folder = data_prep.prepare(settings("nus", tmp_path, raw=str(raw)))
     assert formatted(folder, "train")[1].tolist() == [[1, 0], [0, 1]]
+    assert json.loads((folder / "dataset.json").read_text())["classes"] == ["airport", "animal"]
+    expect("nus", 2, (3, None, None), (1, None, None))
+    with pytest.raises(SystemExit, match="not what it should be"):
+        data_prep.prepare(settings("nus", tmp_path, check=True))
 
 
 # ---- downloads
@@ -363,6 +434,23 @@ def test_download_extract_and_prepare(server, voc, expect, monkeypatch):
     monkeypatch.setitem(data_prep.ARCHIVES, "voc", [(f"http://127.0.0.1:{server.server_port}/voc.tar", "")])
     folder = data_prep.prepare(settings("voc", voc))
     assert formatted(folder, "train")[0] == ["2008_000002.jpg", "2008_000009.jpg"]
+
+
+def test_an_extraction_that_was_cut_off_is_done_again(voc, expect):
+    expect("voc", 20, (2, 2, None), (1, 2, None))
+    raw = voc / "data/voc/raw"
+    raw.mkdir(parents=True)
+    archive = raw / "VOCtrainval_11-May-2012.tar"
+    with tarfile.open(archive, "w") as pack:
+        pack.add(voc / "raw" / "VOCdevkit", "VOCdevkit")
+    shutil.copytree(voc / "raw/VOCdevkit", raw / "VOCdevkit")
+    (raw / "VOCdevkit/VOC2012/JPEGImages/2009_000001.jpg").unlink()  # never came out
+    archive.with_name(archive.name + ".extracting").touch()
+    data_prep.ARCHIVES["voc"], before = [(data_prep.ARCHIVES["voc"][0][0], "")], data_prep.ARCHIVES["voc"]
+    try:
+        data_prep.prepare(settings("voc", voc))
+    finally:
+        data_prep.ARCHIVES["voc"] = before
 
 
 @pytest.mark.parametrize("kind", ["tar", "zip"])
@@ -460,7 +548,7 @@ def test_custom_problems_come_all_together_with_lines(pets, tmp_path):
         ("../labels.csv", "cat"),
         ("1.png", ""),
     ]
-    bad += [("2.png", "cat;dog"), ("3.png", "cow"), ("4.png", "cat", "extra")]
+    bad += [("2.png", "cat;dog"), ("3.png", "cow"), ("4.png", "cat", "extra"), ("./0.png", "cat"), ("x" * 300, "cat")]
     pets["labels"] = table(tmp_path / "bad.csv", *bad)
     with pytest.raises(SystemExit) as problem:
         data_prep.prepare(settings("custom", tmp_path, **pets, classes="cat,dog,grey parrot"))
@@ -473,11 +561,32 @@ def test_custom_problems_come_all_together_with_lines(pets, tmp_path):
         r"bad.csv:7: a training image has one known label, not 2",
         r"bad.csv:8: 'cow' is not one of the 3 classes",
         r"bad.csv:9: two columns",
+        r"bad.csv:10: 0.png comes again",
+        r"bad.csv:11: there is no .*xxx",
         r"class 'grey parrot' has no training example",
     ):
         assert re.search(expected, message), expected
     assert "nothing was written" in message
     assert not (tmp_path / "data" / "pets").exists()
+
+
+def test_a_changed_table_is_taken_up(pets, tmp_path):
+    data_prep.prepare(settings("custom", tmp_path, **{**pets, "test": ""}))
+    pets["labels"] = table(
+        tmp_path / "more.csv", *((f"{i}.png", ("cat", "dog", "grey parrot")[i % 3]) for i in (10, 0, 2))
+    )
+    folder = data_prep.prepare(settings("custom", tmp_path, **{**pets, "test": ""}))
+    assert np.load(folder / "formatted_train_images.npy").tolist() == ["10.png", "0.png", "2.png"]
+    assert np.array_equal(np.load(folder / "cache_train_16.npy")[0], common.decode(tmp_path / "photos/10.png", 16))
+
+
+def test_files_that_others_made_are_not_overwritten(pets, tmp_path):
+    folder = tmp_path / "data" / "pets"
+    folder.mkdir(parents=True)
+    np.save(folder / "formatted_train_images.npy", np.array(["mine"]))
+    with pytest.raises(SystemExit, match="were not made here"):
+        data_prep.prepare(settings("custom", tmp_path, **pets))
+    assert np.load(folder / "formatted_train_images.npy").tolist() == ["mine"]
 
 
 def test_custom_unknown_columns_and_a_class_only_in_validation(pets, tmp_path):
@@ -506,7 +615,10 @@ def test_custom_names_and_folders_are_checked(pets, tmp_path):
     for changes, expected in (
         (dict(name=""), "name of its own"),
         (dict(name="voc"), "name of its own"),
-        (dict(name="a/b"), "without slashes"),
+        (dict(name="a/b"), "name of its own"),
+        (dict(name=".."), "name of its own"),
+        (dict(classes=",".join(["cat"] + ["x" * 90] * 5)), "twice"),
+        (dict(from_folders=True), "leave one out"),
         (dict(images="nowhere"), "not a folder"),
         (dict(labels=""), "which label is known"),
         (dict(labels="nowhere.csv"), "nowhere.csv can't be read"),
@@ -519,7 +631,7 @@ def test_summary_and_contact_sheet(pets, tmp_path):
     command = [word for key, value in pets.items() for word in (f"--{key}", value)]
     flags = ("--image_size", 16, "--contact_sheet", "sheet.png")
     out = finish(start(ROOT / "data_prep.py", "custom", *command, *flags, cwd=tmp_path))
-    assert "the image cache at 16 pixels takes 0.0 GB" in out
+    assert "the image cache takes 0.0 GB" in out
     assert "training file: 8 images, 3 classes, 1.00 known positives per image, 0 images without one" in out
     assert "test file: 2 images, 3 classes, 2.00 positives per image" in out
     assert "rarest: grey parrot 2" in out

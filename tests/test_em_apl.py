@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import LEARNT, ROOT, SMALL, finish, only_run, start
 
+import common
 import em_apl
 
 
@@ -94,13 +95,23 @@ def test_selection_against_a_loop():
 
 
 def test_quality_by_hand():
-    observed = torch.tensor([[1, 0], [0, 0], [0, 0], [0, 0]])
+    free = torch.tensor([[0, 1], [1, 1], [1, 1], [1, 1]], dtype=torch.bool)
     y = torch.tensor([[1, 1], [1, 0], [0, 0], [0, 0]])
-    z = torch.tensor([[1, -1], [-1, -1], [-1, 0], [-1, 0]])  # 3 of class 0 (one is a positive), 2 of class 1 (one is)
-    correct, by_chance, at_best = em_apl.quality(z, y, observed)
+    chosen = torch.tensor([[0, 1], [1, 1], [1, 0], [1, 0]], dtype=torch.bool)  # three of class 0, two of class 1
+    correct, by_chance, at_best = em_apl.quality(chosen, y == 0, free)
     assert correct.item() == pytest.approx(60)
     assert by_chance.item() == pytest.approx(100 * (3 * 2 / 3 + 2 * 3 / 4) / 5)
     assert at_best.item() == pytest.approx(100 * (2 + 2) / 5)
+
+
+def test_presets_are_those_of_table_6():
+    parse = lambda dataset: common.parse(em_apl.Args, em_apl.PRESETS, ["--dataset", dataset])
+    table = {"voc": (8, 1e-5, 0.2, 0.02, 5), "coco": (16, 1e-5, 0.1, 0.9, 5)}
+    table |= {"nus": (16, 1e-5, 0.1, 0.2, 4), "cub": (8, 1e-4, 0.01, 0.4, 3)}
+    for dataset, values in table.items():
+        args = parse(dataset)
+        assert (args.batch_size, args.lr, args.alpha, args.beta, args.warmup) == values
+        assert (args.theta, args.epochs, args.patience) == (0.9, 10, 0)
 
 
 # ---- runs
@@ -118,7 +129,7 @@ def test_the_schedule_of_pseudo_negatives(script, squares, workplace):
     last = torch.load(only_run(workplace) / "last.pt", weights_only=True)
     z, s = last["z"], last["s"]
     quota = [int(0.6 * n / 3) for n in (z != 1).sum(0).tolist()]
-    counts = [round(80 * float(row["pseudo_per_image"])) for row in rows_of(only_run(workplace))]
+    counts = [round(80 * float(row["negatives_per_image"])) for row in rows_of(only_run(workplace))]
     assert counts == [n * sum(quota) for n in (0, 1, 2, 3, 3)]  # after epochs 2, 3 and 4; not after the last
     assert (z == -1).sum(0).tolist() == [3 * q for q in quota]
     assert ((s > 0) == (z == -1)).all()
@@ -135,13 +146,55 @@ def test_the_schedule_of_pseudo_negatives(script, squares, workplace):
 def test_ablations_run(flags, script, squares, workplace):
     script("em_apl.py", "--dataset", squares, *FLAGS, "--epochs", 4, "--warmup", 2, *flags)
     last = torch.load(only_run(workplace) / "last.pt", weights_only=True)
-    chosen = last["z"] == -1
+    chosen = last["z"] < 0
     assert chosen.any() == ("--no_apl" not in flags)
     if "--hard" in flags:
         assert not last["s"].any()
     if "--pos_theta" in flags:
         free = (last["z"] != 1).sum(0).tolist()
         assert chosen.sum(0).tolist() == [2 * (int(0.9 * n / 2) + int(0.1 * n / 2)) for n in free]
+
+
+def test_what_is_selected_and_recorded(script, squares, workplace):
+    """Stopped right after its one selection, a run holds the model that selected: it tells what should have been."""
+    flags = ("--epochs", 3, "--warmup", 2, "--theta", 0.5, "--pos_theta", 0.1, "--max_steps", 20)
+    script("em_apl.py", "--dataset", squares, *FLAGS, *flags)
+    last = torch.load(only_run(workplace) / "last.pt", weights_only=True)
+    args = em_apl.Args(dataset=squares, image_size=32, backbone="resnet_small", weights="none")
+    split = common.load(args).train
+    model = common.Classifier(args, 4).eval()
+    model.load_state_dict(last["model"])
+    with torch.no_grad():
+        p = model(split.images[split.rows].permute(0, 3, 1, 2).float() / 255).sigmoid()  # plain images, eval mode
+    z, s = last["z"], last["s"]
+    torch.testing.assert_close(s[z < 0], p[z < 0], rtol=1e-4, atol=1e-5)
+    for c in range(4):
+        free = p[split.z[:, c] == 0, c].sort().values
+        low, high = int(0.5 * len(free)), int(0.1 * len(free))
+        torch.testing.assert_close(s[z[:, c] == -1, c].sort().values, free[:low], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(s[z[:, c] == -2, c].sort().values, free[len(free) - high :], rtol=1e-4, atol=1e-5)
+    assert torch.equal(z == 1, split.z == 1)
+
+
+def test_a_stop_between_selection_and_save_changes_nothing(script, squares, workplace, monkeypatch):
+    command = ("em_apl.py", "--dataset", squares, *FLAGS, "--epochs", 4, "--warmup", 1)
+    script(*command, "--out", "whole")
+    save = common.Run.save
+
+    def stopped(run, *rest):
+        if run.epoch == 3:
+            raise KeyboardInterrupt  # epoch 3 has selected, and nothing of it is on disk
+        return save(run, *rest)
+
+    monkeypatch.setattr(common.Run, "save", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        script(*command, "--out", "torn")
+    monkeypatch.setattr(common.Run, "save", save)
+    (torn,), (whole,) = (workplace / "torn").iterdir(), (workplace / "whole").iterdir()
+    script("em_apl.py", "--resume", torn)
+    a, b = (torch.load(run / "last.pt", weights_only=True) for run in (torn, whole))
+    assert torch.equal(a["z"], b["z"])
+    assert torch.equal(a["s"], b["s"])
 
 
 def test_em_learns(script, squares, workplace):
