@@ -584,8 +584,8 @@ class Run:
             die(f"--device {name}: {str(problem).splitlines()[0]}")
         if device.type == "cuda" and not torch.cuda.is_available():
             die(f"--device {name}: torch sees no CUDA device here; use --device cpu")
-        if device.type not in ("cpu", "cuda", "mps", "xpu"):
-            die(f"--device {name}: nothing can be trained there")
+        if device.type not in ("cpu", "cuda"):
+            die(f"--device {name}: only cpu and cuda are known here")
         if dist.is_torchelastic_launched() and not dist.is_initialized():
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         if device.type == "cuda":
@@ -860,12 +860,11 @@ class Run:
         """Numbers of the epochs to train. `state` (modules, optimizers, tensors) is what a checkpoint carries."""
         self.state = state
         if self.args.eval_only:  # the best weights are in place since prepare()
-            val, test = (self.measure(state["model"], split) for split in (self.data.val, self.data.test))
             self.finished = True
+            val, test = (self.measure(state["model"], split) for split in (self.data.val, self.data.test))
             if rank() == 0:
                 print(f"{self.directory}: val mAP {val:.2f}, test mAP {test:.2f}")
-            return
-        if self.args.resume:
+        elif self.args.resume:
             self.restore()
         while not self.finished:
             self.epoch += 1
@@ -877,7 +876,8 @@ class Run:
                     thing.train()
             yield self.epoch
             self.finished = self.finished or self.epoch >= self.args.epochs
-        self.report()
+        if rank() == 0 and not self.args.eval_only:
+            self.report()
         if self.board:
             self.board.close()
         if world() > 1:
@@ -929,6 +929,8 @@ class Run:
             last[name] = thing if torch.is_tensor(thing) else unwrap(thing).state_dict()
         self.write_tensors("last.pt", last)
         self.write_metrics()
+        if self.rows[-1]["seconds"] > 20:  # to be looked at while it goes on
+            plot_curve(self.rows, self.best["epoch"], self.directory / "curve.png")
 
     def restore(self):
         path = self.directory / "last.pt"
@@ -947,9 +949,8 @@ class Run:
             setattr(self, name, value)
         if rank() == 0:
             self.write_metrics()  # in case it was stopped between the two
-            print(
-                f"{self.directory}: {'finished' if self.finished else 'going on'} after epoch {self.epoch}", flush=True
-            )
+            what = "finished" if self.finished else "going on"
+            print(f"{self.directory}: {what} after epoch {self.epoch}", flush=True)
 
     def write_tensors(self, name, content):
         with replacing(self.directory / name) as temporary:
@@ -966,8 +967,6 @@ class Run:
 
     def report(self):
         """result.json, curve.png and the last line of a run"""
-        if rank() > 0:
-            return
         best, last, data = self.best, self.rows[-1], self.data
         counts = data.test.y.sum(0).tolist() if data.test else []
         empty = [name for name, n in zip(data.classes, counts) if n == 0]
@@ -1005,14 +1004,9 @@ def plot_curve(rows, best_epoch, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    columns = [
-        name
-        for name in dict.fromkeys(name for row in rows for name in row)
-        if name not in ("epoch", "seconds", "images_per_s")
-    ]
     panels = {"loss": [], "mAP": ["val_mAP", "test_mAP"]}
-    for name in columns:  # those of one first word share a panel
-        if name not in panels["mAP"]:
+    for name in dict.fromkeys(name for row in rows for name in row):  # those of one first word share a panel
+        if name not in ("epoch", "seconds", "images_per_s", "val_mAP", "test_mAP"):
             panels.setdefault(name.split("_")[0], []).append(name)
     wide = min(3, len(panels))
     high = -(-len(panels) // wide)

@@ -55,9 +55,10 @@ def entropy(logits):
 
 def em_apl_terms(logits, z, s, alpha, beta):
     """The three parts of Eq. 8, each a mean over (B, C)"""
-    positive = -F.logsigmoid(logits) * (z == 1)  # -log p
-    unknown = -alpha * entropy(logits) * (z == 0)  # -alpha H(p)
-    pseudo = -beta * (s * F.logsigmoid(logits) + (1 - s) * F.logsigmoid(-logits)) * (z == -1)  # beta L*
+    log_p, log_not_p, s = F.logsigmoid(logits), F.logsigmoid(-logits), torch.where(z == -1, s, 0)
+    positive = torch.where(z == 1, -log_p, 0)
+    unknown = torch.where(z == 0, -alpha * entropy(logits), 0)
+    pseudo = torch.where(z == -1, -beta * (s * log_p + (1 - s) * log_not_p), 0)
     return positive.mean(), unknown.mean(), pseudo.mean()
 
 

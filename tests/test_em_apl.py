@@ -73,6 +73,14 @@ def test_extreme_logits_stay_finite():
     assert gradient.isfinite().all()
 
 
+def test_soft_labels_count_only_where_they_are():
+    logits, z = torch.zeros(1, 2, requires_grad=True), torch.tensor([[1, -1]])
+    value = em_apl.em_apl_loss(logits, z, torch.tensor([[math.nan, 0.5]]), 0.2, 1.0)
+    (gradient,) = torch.autograd.grad(value, logits)
+    assert value.item() == pytest.approx(math.log(2))
+    assert gradient.isfinite().all()
+
+
 def test_selection_by_hand():
     p = torch.tensor([[0.9, 0.1, 0.5], [0.2, 0.3, 0.5], [0.1, 0.2, 0.5], [0.4, 0.0, 0.5]])
     z = torch.tensor([[0, 0, 0], [0, -1, 0], [1, 0, 0], [0, 1, 0]])

@@ -477,7 +477,7 @@ def test_small_mistakes_give_one_sentence(trained, script, squares, workplace):
     for flags, expected in (
         (("--amp", "fp16", "--device", "cpu"), "needs CUDA"),
         (("--device", "gpu"), "--device gpu"),
-        (("--device", "meta"), "nothing can be trained"),
+        (("--device", "meta"), "only cpu and cuda"),
         (("--init_from", "nowhere"), "no best.pt"),
         (("--init_from", trained, "--backbone", "resnet18"), "another --backbone"),
         (("--weights", "w.pth"), "no file w.pth"),
