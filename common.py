@@ -550,6 +550,14 @@ def unwrap(thing):
     return thing.module if isinstance(thing, nn.parallel.DistributedDataParallel) else thing
 
 
+def import_tensorboard():
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        die("--tensorboard needs one more package: pip install tensorboard")
+    return SummaryWriter
+
+
 def ignore_ctrl_c(_):
     """Of the processes that Ctrl-C reaches, only the main one speaks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -569,6 +577,7 @@ class Run:
             die(f"--batch_size {args.batch_size} can't be shared by {world()} processes")
         self.epoch, self.steps, self.finished = 0, 0, False
         self.rows, self.best = [], {"epoch": 0, "val_mAP": -1.0}  # a row of metrics per epoch
+        self.SummaryWriter = import_tensorboard() if args.tensorboard else None
         signal.signal(signal.SIGINT, self.interrupted)
         torch.manual_seed(args.seed)
 
@@ -657,13 +666,6 @@ class Run:
         write_json(directory / "config.json", config)
         print(f"{directory}: {self.args.dataset}, {self.device}, amp {self.dtype or 'off'}", flush=True)
 
-    def open_tensorboard(self):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            die("--tensorboard needs one more package: pip install tensorboard")
-        return SummaryWriter(self.directory)
-
     def interrupted(self, *_):
         """Ctrl-C: stops at the next batch, where nothing is half-done; a second one stops at once."""
         self.stopping = True
@@ -689,7 +691,7 @@ class Run:
         if start_from(self.args):
             load_weights(model, start_from(self.args))
         self.directory = self.open_directory()  # only now: what is wrong with flags, data or weights leaves none behind
-        self.board = self.open_tensorboard() if self.args.tensorboard and rank() == 0 else None
+        self.board = self.SummaryWriter(self.directory) if self.SummaryWriter and rank() == 0 else None
         model = model.to(self.device, memory_format=torch.channels_last)
         if self.args.linear:
             self.embed_features(model, data)

@@ -41,7 +41,9 @@ PRESETS = {  # Zhou et al., Table 6; the defaults are VOC's
     "nus": dict(batch_size=16, alpha=0.1, warmup=4, beta=0.2),
     "cub": dict(lr=1e-4, alpha=0.01, beta=0.4, warmup=3),
     # made here; chosen on its validation set
-    "scenes": dict(epochs=15, lr=1e-3, patience=-1, image_size=64, backbone="resnet_small", weights="none"),
+    "scenes": dict(
+        epochs=15, lr=1e-3, patience=-1, image_size=64, backbone="resnet_small", weights="none", beta=0.1, warmup=8
+    ),
 }
 
 # ---- 2. Method

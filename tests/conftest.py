@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: test processes share the cores, and the nets are tiny
+
 import numpy as np
 import pytest
 from PIL import Image

@@ -1,6 +1,7 @@
 """Scripts as users run them: what a run leaves, kills and resumes, several processes, bad luck."""
 
 import csv
+import importlib.util
 import json
 import os
 import re
@@ -430,6 +431,17 @@ def test_nothing_is_left_of_a_run_that_could_not_start(script, squares, workplac
         with pytest.raises(SystemExit, match="error: "):
             script("an.py", *flags)
     assert not (workplace / "runs").exists()
+
+
+def test_tensorboard_is_there_or_is_asked_for(script, squares, workplace):
+    command = ("an.py", "--dataset", squares, *SMALL, "--epochs", 1, "--workers", 0, "--tensorboard")
+    if importlib.util.find_spec("tensorboard"):
+        script(*command)
+        assert list(only_run(workplace).glob("events*"))
+    else:
+        with pytest.raises(SystemExit, match="pip install tensorboard"):
+            script(*command)
+        assert not (workplace / "runs").exists()
 
 
 def test_weights_that_a_last_step_ruined_stop_the_run(script, squares, workplace):

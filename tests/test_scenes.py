@@ -10,6 +10,8 @@ from conftest import ROOT, finish, only_run, start
 import common
 import data_prep
 
+pytestmark = pytest.mark.xdist_group("scenes")  # one process makes them, for all tests here
+
 
 @pytest.fixture(scope="session")
 def scenes(tmp_path_factory):
