@@ -826,6 +826,8 @@ class Run:
 
     def mean_logs(self):
         """Means over all steps and processes of what was logged; a NaN is a step that had nothing to say"""
+        if not self.logged:
+            return {}
         names = sorted(self.logged) if world() > 1 else list(self.logged)
         values = [torch.stack(self.logged[name]).double() for name in names]
         sums = torch.stack([torch.stack([v.nansum(), (~v.isnan()).sum()]) for v in values]).to(self.device)

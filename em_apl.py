@@ -5,7 +5,9 @@
 Labels that were not observed are pushed towards uncertainty instead of 0; after a warm-up, the lowest predictions of
 each class become soft negatives, a few more every epoch.
 
-NOTES: `--patience 0` is the paper's early stopping ("when mAP on the validation set descends").
+NOTES: `--patience 0` is the paper's early stopping ("when mAP on the validation set descends"). It may end a run before
+pseudo-labels are ever used: look at the curve, try `--patience -1`. In the log, `pseudo_by_chance` is what a random
+choice gives; `pseudo_at_best` falls below 100 where theta asks for more negatives than a class has.
 """
 
 from dataclasses import dataclass
