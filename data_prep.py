@@ -407,7 +407,7 @@ VOC_CLASSES = ["aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "
 VOC_CLASSES += ["dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"]
 
 
-def read_voc(root, official):
+def read_voc(root, official, keep_empty=False):
     """`official`: formatted part -> the official set. 1 is positive; -1 and 0 ("difficult") are not."""
     names, labels = {}, {}
     for part, name in official.items():
@@ -417,7 +417,7 @@ def read_voc(root, official):
             for line in read_lines(path):
                 image, value = line.split()
                 rows.setdefault(image, np.zeros(len(VOC_CLASSES), dtype=np.uint8))[c] = value == "1"
-        kept = sorted(image for image, y in rows.items() if y.any())
+        kept = sorted(image for image, y in rows.items() if keep_empty or y.any())
         names[part] = [f"{image}.jpg" for image in kept]
         labels[part] = np.stack([rows[image] for image in kept])
     return Source(VOC_CLASSES, root / "JPEGImages", names, labels)
@@ -901,7 +901,7 @@ def read_source(args):
         if args.dataset == "voc":
             return read_voc(root, {"train": "train", "val": "val"})
         if args.dataset == "voc2007":
-            return read_voc(root, {"train": "trainval", "val": "test"})
+            return read_voc(root, {"train": "trainval", "val": "test"}, keep_empty=True)  # the usual 5,011 / 4,952
         return read_coco(root) if args.dataset == "coco" else read_cub(root)
     except (ValueError, KeyError, IndexError) as problem:
         common.die(f"{root} is not in the layout of {args.dataset}: {problem!r}")

@@ -102,6 +102,17 @@ def test_wrong_counts_name_a_cause_and_can_be_mended(voc, expect):
     data_prep.prepare(args)
 
 
+def test_voc2007_keeps_every_image(voc, expect):
+    expect("voc2007", 20, (3, 2, None), (1, 2, None))
+    main = voc / "raw/VOCdevkit/VOC2012/ImageSets/Main"
+    for path in list(main.glob("*_train.txt")) + list(main.glob("*_val.txt")):
+        path.rename(path.with_name(path.name.replace("_train", "_trainval").replace("_val.", "_test.")))
+    folder = data_prep.prepare(settings("voc2007", voc, raw=str(voc / "raw")))
+    names, y = formatted(folder, "train")
+    assert names == ["2008_000002.jpg", "2008_000007.jpg", "2008_000009.jpg"]
+    assert y.sum(1).tolist() == [1, 0, 1]  # the one with a difficult person only has no positive
+
+
 def test_a_changed_draw_is_noticed(voc, expect):
     expect("voc", 20, (2, 2, None), (1, 2, None))
     folder = data_prep.prepare(settings("voc", voc, raw=str(voc / "raw")))
