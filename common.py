@@ -182,7 +182,7 @@ class Images:
     """
 
     def __init__(self, folder, image_folder, part, size):
-        self.names = [str(name) for name in read_array(folder / f"formatted_{part}_images.npy", ndim=1)]
+        self.names = read_names(folder, part)
         self.image_folder, self.size = image_folder, size
         self.cache = folder / f"cache_{part}_{size}.npy"
         self.cached = self.cache.exists()
@@ -341,6 +341,10 @@ def read_array(path, ndim, mmap_mode=None):
     if array.ndim != ndim or len(array) == 0:
         die(f"{path} should have {ndim} dimension(s) and at least one row; its shape is {array.shape}")
     return array
+
+
+def read_names(folder, part):
+    return [str(name) for name in read_array(folder / f"formatted_{part}_images.npy", ndim=1)]
 
 
 def read_labels(path, n):

@@ -685,10 +685,6 @@ def write_source(folder, name, source):
     unfinished.unlink()
 
 
-def read_names(folder, part):
-    return [str(name) for name in common.read_array(folder / f"formatted_{part}_images.npy", ndim=1)]
-
-
 def parts_of(folder):
     return [part for part in ("train", "valid", "val") if (folder / f"formatted_{part}_images.npy").exists()]
 
@@ -746,9 +742,9 @@ def file_times(images):
     return np.array([os.stat(images.image_folder / name).st_mtime_ns for name in images.names])
 
 
-def describe_cache(images):
+def describe_cache(images, times):
     """What a cache was made of: the list of names, and the files behind it"""
-    files = hashlib.sha256(str(images.image_folder).encode() + file_times(images).tobytes()).hexdigest()
+    files = hashlib.sha256(str(images.image_folder).encode() + times.tobytes()).hexdigest()
     return {"images": common.hash_names(images.names), "files": files}
 
 
@@ -757,15 +753,16 @@ def drop_stale_cache(folder, image_folder, part, size):
     cache = folder / f"cache_{part}_{size}.npy"
     if not cache.exists():
         return
-    images = SimpleNamespace(names=read_names(folder, part), image_folder=image_folder)
+    images = SimpleNamespace(names=common.read_names(folder, part), image_folder=image_folder)
     described = cache.with_suffix(".json")
-    if not described.exists() or common.read_json(described, "") != describe_cache(images):
+    if not described.exists() or common.read_json(described, "") != describe_cache(images, file_times(images)):
         cache.unlink()
 
 
 def make_cache(images, what):
     """The pre-resized cache of one formatted file: goes on where it was stopped, takes its name when it is whole."""
-    description, times = describe_cache(images), file_times(images)
+    times = file_times(images)
+    description = describe_cache(images, times)
     stem = f"{images.cache.name}.{common.hash_names([str(images.image_folder), *images.names])[:8]}"
     partial, done_path = (images.cache.with_name(stem + ending) for ending in (".part", ".done"))
     for old in images.cache.parent.glob(f"{images.cache.name}.*"):  # of another list of images
@@ -855,7 +852,7 @@ def prepare(args):
         check_counts(folder)
 
     size, image_folder = args.image_size, Path(common.read_json(folder / "dataset.json", "")["image_folder"])
-    names = {part: read_names(folder, part) for part in parts_of(folder)}
+    names = {part: common.read_names(folder, part) for part in parts_of(folder)}
     missing = [
         str(image_folder / image) for part in names for image in names[part] if not (image_folder / image).is_file()
     ]
