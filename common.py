@@ -6,9 +6,11 @@ import difflib
 import hashlib
 import itertools
 import json
+import logging
 import math
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -24,6 +26,7 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import torchvision
 import tyro
 from PIL import Image
@@ -69,7 +72,7 @@ class Args:
     max_steps: int = 0  # end training after so many steps (0: don't), for smoke runs
 
 
-# What a continued run may change: where it runs, not what it computes.
+# What a continued run may change, besides show_...: where it runs, not what it computes.
 RESUME_MAY_CHANGE = {"data_root", "out", "device", "workers", "tensorboard", "resume", "eval_only"}
 
 
@@ -91,7 +94,7 @@ def parse(args_class, presets, argv=None):
     args = tyro.cli(args_class, args=argv, default=start, use_underscores=True)
     if earlier:
         changed = [f.name for f in fields(args) if getattr(args, f.name) != getattr(start, f.name)]
-        refused = [f"--{name}" for name in changed if name not in RESUME_MAY_CHANGE]
+        refused = [f"--{name}" for name in changed if name not in RESUME_MAY_CHANGE and not name.startswith("show_")]
         if refused:
             die(f"{earlier} keeps its own settings: leave out {', '.join(refused)}, or start a new run")
 
@@ -183,7 +186,7 @@ class Images:
 
     def __init__(self, folder, image_folder, part, size):
         self.names = read_names(folder, part)
-        self.image_folder, self.size = image_folder, size
+        self.folder, self.image_folder, self.part, self.size = folder, image_folder, part, size
         self.cache = folder / f"cache_{part}_{size}.npy"
         self.cached = self.cache.exists()
         self.pixels = None  # the opened cache, in every process its own
@@ -234,6 +237,12 @@ class Split:
         """Full labels of these images, None where nobody knows them"""
         return None if self.y is None else self.y[idx]
 
+    def at_least(self, size):
+        """The same images with `size` pixels a side where theirs have fewer: what the files hold is not thrown away"""
+        source = self.images
+        bigger = source.size < size
+        return replace(self, images=Images(source.folder, source.image_folder, source.part, size)) if bigger else self
+
     def fingerprint(self):
         """Changes when the list of images does, or a file behind it."""
         source = self.images
@@ -248,6 +257,10 @@ class Data:
     train: Split
     val: Split | None  # your own images may come without
     test: Split | None
+
+    def splits(self):
+        """{name: split} of those there are"""
+        return {name: split for name in ("train", "val", "test") if (split := getattr(self, name))}
 
 
 def load(args, device="cpu"):
@@ -497,7 +510,105 @@ def hash_weights(module):
     return digest.hexdigest()
 
 
-# ---- 4. Run
+# ---- 4. CLIP
+
+
+class Clip:
+    """A frozen CLIP of open_clip, as --clip_model and --clip_pretrained say, with its own tokenizer, mean and std"""
+
+    def __init__(self, args, device):
+        import open_clip  # takes seconds: only for those who need it
+
+        name, pretrained = args.clip_model, args.clip_pretrained
+        if name == "scenes":
+            name = f"local-dir:{make_scenes_clip(args)}"
+        self.device, precision = device, "fp16" if device.type == "cuda" else "fp32"
+        with torch.random.fork_rng(devices=[]):  # what comes after starts as it does without a CLIP
+            self.net = load_open_clip(name, pretrained, precision)
+        shape, looks = open_clip.get_model_config(name), open_clip.get_model_preprocess_cfg(self.net)
+        self.key = {"clip": shape, "weights": hash_weights(self.net), "looks": looks, "precision": precision}
+        self.net.to(device).eval().requires_grad_(False)
+        self.tokenizer, self.dtype = open_clip.get_tokenizer(name), open_clip.get_input_dtype(precision)
+        self.mean, self.std = (torch.tensor(looks[what], device=device).view(3, 1, 1) for what in ("mean", "std"))
+        self.size = max(torch.Size(np.atleast_1d(looks["size"])))
+
+    @torch.inference_mode()
+    def encode_image(self, x):
+        """Pixels in 0..1 (B, 3, H, W), squashed to CLIP's input -> unit vectors (B, D)"""
+        with torch.autocast(self.device.type, enabled=False):  # its precision is its own
+            if x.shape[2:] != (self.size, self.size):
+                x = F.interpolate(x, (self.size, self.size), mode="bicubic", antialias=True).clamp(0, 1)
+            return self.net.encode_image(((x - self.mean) / self.std).to(self.dtype), normalize=True).float()
+
+    @torch.inference_mode()
+    def encode_text(self, texts):
+        """-> (N, D), as CLIP gives them: not unit vectors"""
+        with torch.autocast(self.device.type, enabled=False):
+            return self.net.encode_text(self.tokenizer(texts).to(self.device)).float()
+
+
+def load_open_clip(name, pretrained, precision):
+    """A model of open_clip with its weights; die() says what to do where they can't be had."""
+    import open_clip
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    local, hub = name.startswith("local-dir:"), name.startswith("hf-hub:")
+    pretrained = "" if local or hub else pretrained
+    tags, file = open_clip.list_pretrained_tags_by_model(name), Path(pretrained).is_file()
+    if local and not (Path(name[len("local-dir:") :]) / "open_clip_config.json").is_file():
+        die(f"--clip_model {name}: there is no open_clip_config.json in that folder")
+    if not local and not hub and name not in open_clip.list_models():
+        near = ", ".join(difflib.get_close_matches(name, open_clip.list_models(), 5, 0.4))
+        die(f"--clip_model {name} is not one of open_clip's, local-dir:FOLDER or hf-hub:NAME; near it: {near}")
+    if pretrained and not file and pretrained not in tags:
+        die(f"--clip_pretrained {pretrained} is neither a file nor a tag of {name}, which are: {', '.join(tags)}")
+    # open_clip only warns where a tag's weights were trained with another activation than the model's name stands for
+    quick = pretrained in tags and open_clip.get_pretrained_cfg(name, pretrained).get("quick_gelu", False)
+    more = {"force_quick_gelu": True} if quick else {}
+    logging.disable()
+    try:
+        return open_clip.create_model(name, pretrained, precision, require_pretrained=True, **more)
+    except Exception as problem:  # open_clip, the hub, torch and safetensors each have their own
+        if local or file:
+            reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
+            die(f"CLIP's weights in {pretrained or name} are missing, cut off or of another model: {reason}")
+        die(
+            f"the CLIP {name} {pretrained} is not in {HF_HUB_CACHE} and can't be downloaded: fetch it where there is "
+            "internet and say --clip_pretrained FILE or --clip_model local-dir:FOLDER"
+        )
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def make_scenes_clip(args):
+    """The folder of the small CLIP that belongs to the data set scenes, trained where there is none yet"""
+    import data_prep
+
+    folder = Path(args.data_root) / "scenes_clip"
+    if rank() == 0:
+        data_prep.make_scenes_clip(folder)
+    wait_for_all()
+    return folder
+
+
+COMPOUNDS = {"diningtable": "dining table", "pottedplant": "potted plant", "tvmonitor": "tv monitor"}  # of VOC
+
+
+def prompts(template, classes):
+    """--prompt with every class's name in it, written as a person would"""
+    if template.count("{}") != 1:
+        die(f"--prompt {template!r} must have one {{}} where the class goes")
+    return [template.replace("{}", phrase(name)) for name in classes]
+
+
+def phrase(name):
+    """pottedplant -> potted plant; CUB's has_bill_shape::all-purpose -> bird whose bill shape is all-purpose"""
+    attribute = re.fullmatch(r"has_(\w+)::(.+)", name)
+    name = f"bird whose {attribute[1]} is {attribute[2]}" if attribute else COMPOUNDS.get(name, name)
+    return " ".join(name.replace("_", " ").split())
+
+
+# ---- 5. Run
 
 
 def rank():
@@ -581,6 +692,7 @@ class Run:
             die(f"--batch_size {args.batch_size} can't be shared by {world()} processes")
         self.epoch, self.steps, self.finished = 0, 0, False
         self.rows, self.best = [], {"epoch": 0, "val_mAP": -1.0}  # a row of metrics per epoch
+        self.facts = {}
         self.SummaryWriter = import_tensorboard() if args.tensorboard else None
         signal.signal(signal.SIGINT, self.interrupted)
         torch.manual_seed(args.seed)
@@ -711,35 +823,43 @@ class Run:
         key = {"backbone": self.args.backbone, "weights": hash_weights(model.body), "size": self.args.image_size}
         key |= {"mean": model.mean.flatten().tolist(), "std": model.std.flatten().tolist(), "amp": str(self.dtype)}
         flipped = self.embed(lambda x: model.features(x.flip(3)), data.train, {**key, "flip": True}, "train, flipped")
-        for name in ("train", "val", "test"):
-            split = getattr(data, name)
-            if split:
-                split.features = (self.embed(model.features, split, key, name), flipped)
+        for name, split in data.splits().items():
+            split.features = (self.embed(model.features, split, key, name), flipped)
+
+    def embed(self, encode, split, key, what):
+        """encode(x) of every image of a split, from the disk if it was computed before -> float32 (N, D)"""
+        key = {**key, "pixels": split.images.size, "images": split.fingerprint()}
+        return self.once(lambda batches: map(encode, self.pixels(split, batches)), len(split), key, what, "img")
+
+    def embed_texts(self, clip, texts):
+        """CLIP's embeddings of texts, from the disk if they were computed before -> float32 (N, D), not unit vectors"""
+        encode = lambda batches: (clip.encode_text([texts[i] for i in idx]) for idx in batches)
+        return self.once(encode, len(texts), {**clip.key, "texts": texts}, "texts", "text")
 
     @torch.no_grad()
-    def embed(self, encode, split, key, what):
-        """encode(x) of every image of a split, computed once and kept on disk -> float32 (N, D), memory-mapped.
+    def once(self, encode, n, key, what, unit):
+        """encode(batches of row numbers) -> batches of rows. All n rows, kept on disk -> float32 (n, D), memory-mapped.
 
-        The folder's name is a hash of `key` (all that decides the values) and of the images. Chunks are files of their
-        own: a killed run leaves whole ones, ranks share them out, and processes that start at once do no harm.
+        The folder's name is a hash of `key`, which holds all that decides the values. Chunks are files of their own: a
+        killed run leaves whole ones, ranks share them out, and processes that start at once do no harm.
         """
-        key = json.dumps({**key, "images": split.fingerprint()}, sort_keys=True)
-        folder = Path(self.args.data_root) / "embeddings" / hashlib.sha256(key.encode()).hexdigest()[:16]
+        key = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+        folder = Path(self.args.data_root) / "embeddings" / key
         whole, size = folder / "all.npy", 8 * EVAL_BATCH
         if not agreed(whole.exists()):
             make_folder(folder)
-            starts = range(0, len(split), size)
-            parts = {folder / f"{n:09d}.npy": in_batches(np.arange(n, min(n + size, len(split)))) for n in starts}
+            starts = range(0, n, size)
+            parts = {folder / f"{at:09d}.npy": in_batches(np.arange(at, min(at + size, n))) for at in starts}
             mine = {part: parts[part] for part in list(parts)[rank() :: world()] if not part.exists()}
             batches = [idx for part in mine.values() for idx in part]
-            with self.progress(None, f"embedding {what}", unit="img", total=sum(map(len, batches))) as bar:
-                pixels = self.pixels(split, batches)
+            total = sum(map(len, batches))
+            with self.progress(None, f"embedding {what}", unit=unit, total=total) as bar, self.autocast():
+                encoded = encode(batches)
                 for part in mine:
                     embedded = []
-                    for x in itertools.islice(pixels, len(mine[part])):
-                        with self.autocast():
-                            embedded.append(encode(x).float().cpu())
-                        bar.update(len(x))
+                    for rows in itertools.islice(encoded, len(mine[part])):
+                        embedded.append(rows.float().cpu())
+                        bar.update(len(rows))
                     with replacing(part) as temporary, open(temporary, "wb") as file:
                         np.save(file, torch.cat(embedded).numpy())
             wait_for_all()
@@ -824,6 +944,12 @@ class Run:
         """Values of a step, whose mean goes into the epoch's row, or of the epoch. Doesn't wait for the device."""
         for name, value in values.items():
             self.logged.setdefault(name, []).append(value.detach() if torch.is_tensor(value) else torch.tensor(value))
+
+    def fact(self, name, values):
+        """Numbers that hold for the whole run: printed now, kept in result.json."""
+        self.facts[name] = values
+        if rank() == 0:
+            print(f"{name}: {', '.join(f'{key} {value:.2f}' for key, value in values.items())}", flush=True)
 
     def measure(self, model, split):
         return mean_average_precision(self.predict(model, split), split.y) if split else math.nan
@@ -980,6 +1106,7 @@ class Run:
         empty = [name for name, n in zip(data.classes, counts) if n == 0]
         result = {"best_epoch": best["epoch"], **best, "last_epoch": last["epoch"], "last_test_mAP": last["test_mAP"]}
         result |= {"classes_without_test_positives": empty, "seconds": sum(row["seconds"] for row in self.rows)}
+        result |= self.facts
         del result["epoch"]
         known = {name: None if value != value else value for name, value in result.items()}  # NaN is no JSON
         write_json(self.directory / "result.json", known)
@@ -1036,7 +1163,7 @@ def plot_curve(rows, best_epoch, path):
     plt.close(figure)
 
 
-# ---- 5. Metrics
+# ---- 6. Metrics
 
 
 def average_precision(scores, y):

@@ -41,7 +41,7 @@ import matplotlib
 import numpy as np
 import tyro
 from PIL import Image, ImageDraw, ImageFont
-from tqdm import tqdm
+from tqdm import tqdm, trange
 
 import common
 
@@ -259,14 +259,102 @@ def make_scenes(folder):
             np.save(building / f"cache_{part}_{SIDE}.npy", pixels)
             common.write_json(building / f"cache_{part}_{SIDE}.json", {"images": common.hash_names(names)})
     common.write_json(building / "dataset.json", info)
+    put_in_place(building, folder)
+
+
+def put_in_place(building, folder):
     if folder.exists():
-        shutil.rmtree(folder)  # scenes of another version
+        shutil.rmtree(folder)  # of another version
     try:
         building.rename(folder)
     except OSError:
         shutil.rmtree(building)
         if not folder.exists():  # else another process was first
             raise
+
+
+CLIP = {  # the small CLIP of scenes, as open_clip describes a model; 2 million weights, most of them words
+    "scenes": {"version": SCENES_VERSION, "batches": 200, "passes": 6, "pairs": 12, "lr": 3e-3},
+    "model_cfg": {
+        "embed_dim": 64,
+        "vision_cfg": {
+            "timm_model_name": "test_resnet",
+            "timm_model_pretrained": False,
+            "timm_pool": "avg",
+            "timm_proj": "linear",
+            "image_size": SIDE,
+        },
+        "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
+    },
+    "preprocess_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25], "resize_mode": "squash"},
+}
+
+
+def captioned_scene(i, batch):
+    """Image i of a stream of its own, which shares nothing with the data set, and its caption. A batch of images has
+    every class alone once; the rest are two classes together."""
+    rs = np.random.RandomState((SCENES_VERSION, len(SCENES_SIZE), i))
+    alone = i % batch < len(CLASSES)
+    shown = [i % batch] if alone else rs.permutation(len(CLASSES))[:2].tolist()
+    y = np.zeros(len(CLASSES), dtype=np.uint8)
+    y[shown] = 1
+    things = [f"{'an' if CLASSES[c][0] in 'aeiou' else 'a'} {CLASSES[c]}" for c in shown]
+    return draw_scene(rs, draw_layout(rs, y)), f"a photo of {' and '.join(things)}"
+
+
+def make_scenes_clip(folder):
+    """Trains the CLIP of scenes into `folder` (for local-dir:), all or nothing; does nothing when it is there.
+
+    It sees captioned images of a separate stream, never the data set's images or labels.
+    """
+    if folder.exists():
+        found = common.read_json(folder / "open_clip_config.json", f"{folder} exists but holds no CLIP: move it away")
+        if found == CLIP:
+            return
+        if "scenes" not in found:
+            common.die(f"{folder} holds another CLIP: move it away, or choose another --data_root")
+    import open_clip
+    import torch
+    from safetensors.torch import save_file
+
+    how, n_classes = CLIP["scenes"], len(CLASSES)
+    batch, steps = n_classes + how["pairs"], how["batches"] * how["passes"]
+    print("training a small CLIP for scenes, once: a minute or two", file=sys.stderr)
+    images = trange(how["batches"] * batch, desc="drawing captioned scenes", unit="img", leave=False, disable=None)
+    pixels, captions = zip(*(captioned_scene(i, batch) for i in images))
+    pixels = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)
+    tokens = open_clip.SimpleTokenizer(context_length=CLIP["model_cfg"]["text_cfg"]["context_length"])(list(captions))
+    mean, std = (torch.tensor(CLIP["preprocess_cfg"][what]).view(3, 1, 1) for what in ("mean", "std"))
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SCENES_VERSION)
+        net = open_clip.CLIP(**CLIP["model_cfg"])
+        optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.01)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, how["lr"], steps)
+        contrast = open_clip.ClipLoss()
+        bar = trange(steps, desc="training CLIP on them", leave=False, disable=None)
+        for step in bar:
+            if step % how["batches"] == 0:  # batches keep one of each kind
+                order = torch.stack([torch.randperm(how["batches"]) for _ in range(batch)], 1)
+            rows = order[step % how["batches"]] * batch + torch.arange(batch)
+            x = (pixels[rows].float() / 255 - mean) / std
+            x = torch.where(torch.rand(batch, 1, 1, 1) < 0.5, x.flip(3), x)
+            loss = contrast(*net(x, tokens[rows])[:3])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            with torch.no_grad():
+                net.logit_scale.clamp_(0, math.log(100))  # as CLIP's authors do
+            if step % 20 == 0:
+                bar.set_postfix(loss=f"{loss.item():.2f}")
+
+    common.make_folder(folder.parent)
+    building = Path(tempfile.mkdtemp(prefix=".scenes-clip-", dir=folder.parent))
+    building.chmod(0o755)
+    save_file(net.state_dict(), building / "open_clip_model.safetensors")
+    common.write_json(building / "open_clip_config.json", CLIP)
+    put_in_place(building, folder)
 
 
 # ---- 3. Official data sets: download, extract, read

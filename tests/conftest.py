@@ -49,6 +49,24 @@ def squares(tmp_path_factory):
     return str(write_dataset(tmp_path_factory.mktemp("squares") / "squares"))
 
 
+@pytest.fixture(scope="session")
+def tiny_clip(tmp_path_factory):
+    """A folder for local-dir: with a CLIP of open_clip that has learnt nothing; nobody changes it"""
+    import open_clip
+    import torch
+    from safetensors.torch import save_file
+
+    image = {"timm_model_name": "test_efficientnet", "timm_pool": "avg", "timm_proj": "linear", "image_size": 32}
+    text = {"context_length": 24, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1}
+    shape = {"embed_dim": 16, "vision_cfg": {**image, "timm_model_pretrained": False}, "text_cfg": text}
+    looks = {"mean": [0.5, 0.4, 0.3], "std": [0.3, 0.25, 0.2], "interpolation": "bicubic", "resize_mode": "squash"}
+    folder = tmp_path_factory.mktemp("clip")
+    torch.manual_seed(0)
+    save_file(open_clip.CLIP(**shape).state_dict(), folder / "open_clip_model.safetensors")
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": shape, "preprocess_cfg": looks}))
+    return folder
+
+
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

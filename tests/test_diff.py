@@ -1,11 +1,15 @@
 """Methods add lines to the trunk, an.py; they don't rewrite it."""
 
 import difflib
+import re
 
 import pytest
 from conftest import ROOT
 
-METHODS = {"em_apl.py": (8, 45)}  # script: (trunk lines it may leave out, lines it may add) in the training part
+METHODS = {
+    "em_apl.py": (8, 45),
+    "vlpl.py": (8, 45),
+}  # script: (trunk lines it may leave out, lines it may add) in the training part
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -16,6 +20,14 @@ def test_a_method_differs_by_its_method(name):
     removed, added = (sum(line.startswith(sign) for line in changes) for sign in "-+")
     assert removed <= METHODS[name][0]
     assert added <= METHODS[name][1]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_copied_helpers_are_copies(name):
+    function = lambda text, what: re.search(rf"^(def|class) {what}\b.*?(?=\n\n\n|\Z)", text, re.M | re.S)[0]
+    text = (ROOT / name).read_text()
+    for other, what in re.findall(r"^# same as in (\w+\.py): (\w+)$", text, re.M):
+        assert function(text, what) == function((ROOT / other).read_text(), what)
 
 
 @pytest.mark.parametrize("name", ["an.py", *METHODS])

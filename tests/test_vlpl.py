@@ -1,0 +1,414 @@
+import csv
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from conftest import LEARNT, ROOT, SMALL, finish, only_run, start, write_dataset
+from PIL import Image
+
+import common
+import data_prep
+import em_apl
+import vlpl
+
+# ---- pseudo-labels
+
+
+def cosines(q, tau):
+    """Cosines whose softmax(cosine / tau) is q"""
+    return tau * torch.tensor(q, dtype=torch.float64).log()
+
+
+def test_pseudo_labels_by_hand():
+    q = [[0.5, 0.3, 0.15, 0.05], [0.6, 0.2, 0.1, 0.1], [0.25, 0.25, 0.25, 0.25]]
+    z = torch.tensor([[1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]])  # the last row observes nothing
+    pseudo = vlpl.vlpl_pseudo_labels(cosines(q, 0.03), z, 0.03, 0.2)
+    assert pseudo.dtype == torch.int8
+    assert pseudo.tolist()[0] == [0, 1, 0, 0]  # the observed one is no pseudo-label, however sure CLIP is
+    assert pseudo[1, 0] == 1
+    assert pseudo.tolist()[2] == [1, 1, 1, 1]
+
+
+def test_theta_is_strict():
+    cosine, z = torch.zeros(1, 4), torch.zeros(1, 4)  # q = 1/4 exactly
+    assert vlpl.vlpl_pseudo_labels(cosine, z, 0.5, 0.25).tolist() == [[0, 0, 0, 0]]
+    assert vlpl.vlpl_pseudo_labels(cosine, z, 0.5, 0.2499).tolist() == [[1, 1, 1, 1]]
+
+
+def test_tau_is_the_temperature():
+    cosine, z = torch.tensor([[0.30, 0.27]]), torch.zeros(1, 2)
+    sharp = 1 / (1 + math.exp(-0.03 / 0.01))  # 0.953
+    assert vlpl.vlpl_pseudo_labels(cosine, z, 0.01, sharp - 1e-3).tolist() == [[1, 0]]
+    assert vlpl.vlpl_pseudo_labels(cosine, z, 0.01, sharp + 1e-3).tolist() == [[0, 0]]
+    assert vlpl.vlpl_pseudo_labels(cosine, z, 1.0, 0.49).tolist() == [[1, 1]]
+
+
+def test_delta_takes_the_lowest_and_replaces_none_it_skips():
+    q = [[0.4, 0.3, 0.15, 0.1, 0.05]]
+    label = lambda z, theta, delta: vlpl.vlpl_pseudo_labels(cosines(q, 0.1), torch.tensor([z]), 0.1, theta, delta)
+    assert label([0, 0, 0, 0, 0], 0.35, 0.4).tolist() == [[1, 0, 0, -1, -1]]
+    assert label([0, 0, 0, 0, 1], 0.35, 0.4).tolist() == [[1, 0, 0, -1, 0]]  # the observed one is skipped
+    assert label([0, 0, 0, 0, 0], 0.01, 1.0).tolist() == [[1, 1, 1, 1, 1]]  # pseudo-positives are
+    assert label([0, 0, 0, 0, 0], 0.35, 0.39).tolist() == [[1, 0, 0, 0, -1]]  # int(1.95)
+    assert label([0, 0, 0, 0, 0], 0.35, 0.0).tolist() == [[1, 0, 0, 0, 0]]
+
+
+def test_delta_ranks_where_the_softmax_underflows():
+    cosine = torch.tensor([[1.0, -0.9, -0.8, -1.0]])  # all but the first are 0 in float32 at tau 0.01
+    assert vlpl.vlpl_pseudo_labels(cosine, torch.zeros(1, 4), 0.01, 0.5, 0.5).tolist() == [[1, -1, 0, -1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float32])
+def test_pseudo_labels_against_a_loop(dtype):
+    torch.manual_seed(1)
+    cosine, z = torch.randn(30, 11) / 5, (torch.rand(30, 11) < 0.1).to(dtype)
+    before = cosine.clone(), z.clone()
+    pseudo = vlpl.vlpl_pseudo_labels(cosine, z, 0.1, 0.15, 0.35)
+    for n in range(30):
+        exponentials = [math.exp(c / 0.1) for c in cosine[n].tolist()]
+        q = [e / sum(exponentials) for e in exponentials]
+        lowest = sorted(range(11), key=lambda c: q[c])[:3]
+        for c in range(11):
+            expected = 0 if z[n, c] == 1 else 1 if q[c] > 0.15 else -1 if c in lowest else 0
+            assert pseudo[n, c] == expected
+    assert torch.equal(cosine, before[0])
+    assert torch.equal(z, before[1])
+
+
+# ---- loss
+
+
+def test_loss_by_hand():
+    logits = torch.full((1, 4), math.log(3))  # p = 3/4
+    z, pseudo = torch.tensor([[1, 0, 0, 0]]), torch.tensor([[0, 1, -1, 0]])
+    log_p, log_not_p = math.log(0.75), math.log(0.25)
+    positive, negative = -0.9 * log_p - 0.1 * log_not_p, -0.9 * log_not_p - 0.1 * log_p
+    entropy = -(0.75 * log_p + 0.25 * log_not_p)
+    expected = (-log_p + 0.7 * positive + 0.6 * negative - 0.2 * entropy) / 4
+    assert vlpl.vlpl_loss(logits, z, pseudo, 0.2, 0.7, 0.6).item() == pytest.approx(expected)
+
+
+def test_an_observed_label_is_no_pseudo_label():
+    logits, z = torch.tensor([[0.3, -1.0]]), torch.tensor([[1.0, 0.0]])
+    loss = lambda pseudo: vlpl.vlpl_loss(logits, z, torch.tensor([pseudo]), 0.2, 0.7, 0.7)
+    assert loss([1, 0]) == loss([-1, 0]) == loss([0, 0])
+
+
+@pytest.fixture
+def batch():
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(6, 5, dtype=torch.float64)
+    z = (torch.rand(6, 5) < 0.2).double()
+    z[3] = 0  # no positive
+    return logits, z, torch.randint(-1, 2, (6, 5)).to(torch.int8)
+
+
+def test_without_pseudo_labels_it_is_em(batch):
+    logits, z, pseudo = batch
+    em = em_apl.em_apl_loss(logits, z, torch.zeros_like(z), 0.2, 0.0)
+    torch.testing.assert_close(vlpl.vlpl_loss(logits, z, torch.zeros_like(pseudo), 0.2, 0.7, 0.7), em)
+
+
+def test_beta_and_gamma_0_leave_pseudo_labels_out(batch):
+    logits, z, pseudo = batch
+    silent = vlpl.vlpl_loss(logits, z, pseudo, 0.2, 0.0, 0.0)
+    as_pseudo_negative = torch.where((z == 0) & (pseudo != 0), -1, z)  # what em_apl's beta = 0 leaves out
+    em = em_apl.em_apl_loss(logits, as_pseudo_negative, torch.zeros_like(z), 0.2, 0.0)
+    torch.testing.assert_close(silent, em)
+
+
+def test_gradients(batch):
+    logits, z, pseudo = batch
+    logits.requires_grad_()
+    loss = lambda x: vlpl.vlpl_loss(x, z, pseudo, 0.3, 0.7, 0.6, 0.9)
+    torch.autograd.gradcheck(loss, logits)
+    (gradient,) = torch.autograd.grad(loss(logits), logits)
+    x, p = logits.detach(), logits.detach().sigmoid()
+    closed = 0.3 * x * p * (1 - p)
+    closed = torch.where(pseudo == 1, 0.7 * (p - 0.9), torch.where(pseudo == -1, 0.6 * (p - 0.1), closed))
+    closed = torch.where(z == 1, p - 1, closed)
+    torch.testing.assert_close(gradient, closed / 30)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_extreme_logits_stay_finite(dtype):
+    logits = torch.tensor([[100.0, -100.0] * 4], dtype=dtype, requires_grad=True)
+    z, pseudo = torch.tensor([[1, 1, 0, 0, 0, 0, 0, 0]]), torch.tensor([[0, 0, 0, 0, 1, 1, -1, -1]])
+    loss = vlpl.vlpl_loss(logits.float(), z, pseudo, 0.2, 0.7, 0.7)
+    loss.backward()
+    assert loss.isfinite()
+    assert logits.grad.isfinite().all()
+
+
+def test_quality_by_hand():
+    chosen = torch.tensor([[1, 1, 0, 0], [0, 1, 0, 0]]) == 1
+    right = torch.tensor([[1, 0, 0, 1], [0, 1, 1, 0]]) == 1
+    hidden = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 1]]) == 1  # one of the right ones was observed
+    precision, recall = vlpl.quality(chosen, right, hidden)
+    assert precision.item() == pytest.approx(100 * 2 / 3)
+    assert recall.item() == pytest.approx(100 * 2 / 3)
+
+
+def test_presets_are_the_papers():
+    settings = {
+        name: vlpl.Args(**{"dataset": name, **vlpl.PRESETS.get(name, {})}) for name in ("voc", "coco", "nus", "cub")
+    }
+    got = {name: (a.tau, a.theta, a.alpha, a.lr) for name, a in settings.items()}
+    assert got == {
+        "voc": (0.03, 0.3, 0.2, 1e-5),
+        "coco": (0.01, 0.3, 0.1, 1e-5),
+        "nus": (0.03, 0.1, 0.1, 1e-5),
+        "cub": (0.03, 0.01, 0.01, 1e-4),
+    }
+    for a in settings.values():
+        assert (a.beta, a.rho, a.delta, a.gamma) == (0.7, 0.9, 0, 0.7)
+        assert (a.batch_size, a.epochs, a.patience, a.image_size) == (8, 10, -1, 448)
+        assert (a.clip_model, a.clip_pretrained, a.prompt) == ("ViT-L-14-336", "openai", "A photo of {}")
+
+
+# ---- CLIP
+
+
+def test_prompts_read_as_a_person_writes():
+    names = ["pottedplant", "tvmonitor", "diningtable", "hair drier", "traffic_light", "cat"]
+    names += ["has_bill_shape::curved_(up_or_down)", "has_size::small_(5_-_9_in)", "has_under_tail_color::blue"]
+    assert common.prompts("A photo of {}", names) == [
+        "A photo of potted plant",
+        "A photo of tv monitor",
+        "A photo of dining table",
+        "A photo of hair drier",
+        "A photo of traffic light",
+        "A photo of cat",
+        "A photo of bird whose bill shape is curved (up or down)",
+        "A photo of bird whose size is small (5 - 9 in)",
+        "A photo of bird whose under tail color is blue",
+    ]
+    for wrong in ("A photo", "{} and {}"):
+        with pytest.raises(SystemExit, match=r"must have one \{\}"):
+            common.prompts(wrong, names)
+
+
+def clip_of(model, pretrained=""):
+    return common.Clip(vlpl.Args(clip_model=model, clip_pretrained=pretrained), torch.device("cpu"))
+
+
+def test_clip_sees_what_open_clip_sees(tiny_clip):
+    """The same embedding as open_clip's own preprocessing and tokenizer give, for an image that needs no resizing"""
+    import open_clip
+
+    name = f"local-dir:{tiny_clip}"
+    state = torch.random.get_rng_state()
+    clip = clip_of(name)
+    assert torch.equal(state, torch.random.get_rng_state())  # a CLIP doesn't change what comes after it
+    net, preprocess = open_clip.create_model_from_pretrained(name)
+    net.eval()
+    image = Image.fromarray(np.random.RandomState(0).randint(0, 256, (32, 32, 3)).astype(np.uint8))
+    x = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 255
+    with torch.no_grad():
+        expected = net.encode_image(preprocess(image)[None], normalize=True)
+        words = net.encode_text(open_clip.get_tokenizer(name)(["A photo of red"]))
+    torch.testing.assert_close(clip.encode_image(x), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(clip.encode_text(["A photo of red"]), words, atol=1e-5, rtol=1e-4)
+    assert clip.encode_image(x).norm() == pytest.approx(1, abs=1e-5)
+    assert clip.encode_text(["A photo of red"]).norm() != pytest.approx(1, abs=1e-2)  # as CLIP gives it
+
+
+def test_images_are_squashed_to_clips_input_border_included(tiny_clip):
+    clip = clip_of(f"local-dir:{tiny_clip}")
+    x = torch.rand(1, 3, 96, 96)
+    changed = x.clone()
+    changed[..., -6:] = 1 - changed[..., -6:]  # what a centre crop would cut off
+    assert not torch.allclose(clip.encode_image(x), clip.encode_image(changed), atol=1e-4)
+    assert clip.encode_image(torch.rand(2, 3, 20, 20)).shape == (2, 16)
+
+
+def test_images_smaller_than_clips_input_are_read_again_from_their_files(squares):
+    split = common.load(vlpl.Args(dataset=squares, image_size=16)).train
+    assert split.at_least(16) is split
+    bigger = split.at_least(32)
+    assert bigger.images[bigger.rows[:2]].shape == (2, 32, 32, 3)
+    path = bigger.images.image_folder / bigger.images.names[bigger.rows[0]]
+    assert np.array_equal(bigger.images[bigger.rows[:1]][0], common.decode(path, 32))
+
+
+def test_the_activation_follows_the_weights(monkeypatch):
+    """OpenAI's weights were trained with QuickGELU, which open_clip's plain names don't have."""
+    asked = {}
+    monkeypatch.setattr("open_clip.create_model", lambda *_, **more: asked.update(more))
+    common.load_open_clip("ViT-L-14-336", "openai", "fp32")
+    assert asked.pop("force_quick_gelu")
+    common.load_open_clip("ViT-B-16", "laion2b_s34b_b88k", "fp32")
+    assert "force_quick_gelu" not in asked
+
+
+def test_a_clip_that_cant_be_had_gives_one_sentence(monkeypatch, tmp_path, tiny_clip):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        SystemExit, match=r"ViT-B-32 openai is not in .+ and can't be downloaded.*--clip_pretrained FILE"
+    ):
+        clip_of("ViT-B-32", "openai")
+    with pytest.raises(SystemExit, match=r"near it: .*ViT-L-14-336"):
+        clip_of("ViT-L-14-33", "openai")
+    with pytest.raises(SystemExit, match=r"neither a file nor a tag of ViT-B-16, which are: openai"):
+        clip_of("ViT-B-16", "opnai")
+    with pytest.raises(SystemExit, match=r"no open_clip_config\.json"):
+        clip_of(f"local-dir:{tmp_path}")
+    for name in ("open_clip_config.json", "open_clip_model.safetensors"):
+        (tmp_path / name).write_bytes((tiny_clip / name).read_bytes()[: 10**9 if "json" in name else 5000])
+    with pytest.raises(SystemExit, match="missing, cut off or of another model"):
+        clip_of(f"local-dir:{tmp_path}")
+
+
+# ---- the CLIP of scenes
+
+
+def test_captions_say_what_is_there_and_share_no_image_with_the_data_set():
+    pixels, caption = data_prep.captioned_scene(0, 32)
+    assert caption == "a photo of an airplane"
+    assert pixels.shape == (64, 64, 3)
+    assert data_prep.captioned_scene(32 + 2, 32)[1] == "a photo of a cloud"
+    assert re.fullmatch(r"a photo of an? \w+ and an? \w+", data_prep.captioned_scene(20, 32)[1])
+    assert np.array_equal(pixels, data_prep.captioned_scene(0, 32)[0])
+    for part in ("train", "val"):
+        rs, _, layout = data_prep.scene(part, 0)
+        assert not np.array_equal(pixels, data_prep.draw_scene(rs, layout))
+
+
+def test_the_clip_of_scenes_is_trained_once(tmp_path, monkeypatch):
+    monkeypatch.setitem(data_prep.CLIP["scenes"], "batches", 2)
+    monkeypatch.setitem(data_prep.CLIP["scenes"], "passes", 1)
+    state = torch.random.get_rng_state()
+    folder = tmp_path / "data" / "scenes_clip"
+    data_prep.make_scenes_clip(folder)
+    assert torch.equal(state, torch.random.get_rng_state())
+    weights = folder / "open_clip_model.safetensors"
+    made, content = weights.stat().st_mtime_ns, weights.read_bytes()
+    data_prep.make_scenes_clip(folder)
+    assert weights.stat().st_mtime_ns == made
+    clip = clip_of(f"local-dir:{folder}")
+    assert sum(w.numel() for w in clip.net.parameters()) < 3e6
+    data_prep.make_scenes_clip(tmp_path / "again")
+    assert (tmp_path / "again" / "open_clip_model.safetensors").read_bytes() == content  # seeded
+    monkeypatch.setitem(data_prep.CLIP["scenes"], "version", 99)
+    data_prep.make_scenes_clip(folder)  # of another version: made again
+    assert weights.stat().st_mtime_ns != made
+    assert [path.name for path in folder.parent.iterdir()] == ["scenes_clip"]
+    (tmp_path / "foreign").mkdir()
+    with pytest.raises(SystemExit, match="holds no CLIP"):
+        data_prep.make_scenes_clip(tmp_path / "foreign")
+
+
+@pytest.mark.slow
+def test_the_clip_of_scenes_is_good_but_not_perfect(workplace, script):
+    script("vlpl.py", "--max_steps", 1)
+    with open(only_run(workplace) / "metrics.csv") as file:
+        (row,) = csv.DictReader(file)
+    assert 40 <= float(row["pseudo_precision"]) <= 90
+
+
+# ---- the run
+
+
+def flags(squares, tiny_clip):
+    return "--dataset", squares, *SMALL, "--workers", 0, "--clip_model", f"local-dir:{tiny_clip}", "--theta", 0.25
+
+
+def test_a_run_from_clip_to_result(script, squares, tiny_clip, workplace):
+    out = script("vlpl.py", *flags(squares, tiny_clip), "--epochs", 2, "--show_pseudo", 6, "--delta", 0.3)
+    run = only_run(workplace)
+    zero_shot = json.loads((run / "result.json").read_text())["clip_zero_shot_mAP"]
+    assert set(zero_shot) == {"train", "val", "test"}
+    assert f"clip_zero_shot_mAP: train {zero_shot['train']:.2f}" in out
+    with Image.open(run / "pseudo.png") as picture:
+        assert picture.width > 800
+
+    data = common.load(vlpl.Args(dataset=squares, image_size=32))
+    clip = clip_of(f"local-dir:{tiny_clip}")
+    pixels = data.train.images[data.train.rows].permute(0, 3, 1, 2).float() / 255
+    text = clip.encode_text([f"A photo of {name}" for name in data.classes])
+    q = torch.softmax(clip.encode_image(pixels) @ (text / text.norm(dim=1, keepdim=True)).T / 0.03, 1)
+    chosen = (q > 0.25) & (data.train.z == 0)
+    with open(run / "metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2
+    for row in rows:
+        assert float(row["positives_per_image"]) == pytest.approx(chosen.sum().item() / 80)
+        assert float(row["pseudo_precision"]) == pytest.approx(100 * data.train.y[chosen].float().mean().item())
+        terms = ("loss_positive", "loss_unknown", "loss_pseudo", "loss_pseudo_negative")
+        assert float(row["loss"]) == pytest.approx(sum(float(row[name]) for name in terms), abs=1e-5)
+        assert 0 <= float(row["pseudo_negatives_correct"]) <= 100
+    assert common.mean_average_precision(q, data.train.y) == pytest.approx(zero_shot["train"], abs=0.01)
+
+
+def test_vlpl_learns(script, squares, tiny_clip, workplace):
+    out = script("vlpl.py", *flags(squares, tiny_clip), "--theta", 0.99, "--epochs", 12)
+    assert float(re.search(r"test mAP ([\d.]+)", out)[1]) > LEARNT
+
+
+def test_images_are_embedded_once_for_all_tau_and_theta(script, squares, tiny_clip, workplace):
+    stored = lambda: {path: path.stat().st_mtime_ns for path in (workplace / "data").rglob("all.npy")}
+    script("vlpl.py", *flags(squares, tiny_clip), "--max_steps", 1)
+    first = stored()
+    assert len(first) == 4  # three parts and the texts
+    script("vlpl.py", *flags(squares, tiny_clip), "--max_steps", 1, "--tau", 0.1, "--theta", 0.5)
+    assert stored() == first
+    script("vlpl.py", *flags(squares, tiny_clip), "--max_steps", 1, "--prompt", "{}!")
+    assert len(stored()) == 5  # new texts, old images
+    script("vlpl.py", *flags(squares, tiny_clip), "--max_steps", 1, "--image_size", 40)
+    assert len(stored()) == 8  # other pixels reach CLIP, the texts are there
+
+
+def test_another_clip_is_another_embedding(squares, tiny_clip, tmp_path):
+    """The key is made of what the folder holds, not of what it is called."""
+    from safetensors.torch import load_file, save_file
+
+    config, weights = tiny_clip / "open_clip_config.json", tiny_clip / "open_clip_model.safetensors"
+    copies = {name: tmp_path / name for name in ("same", "weights", "looks", "shape")}
+    for name, folder in copies.items():
+        folder.mkdir()
+        content, state = json.loads(config.read_text()), load_file(weights)
+        if name == "weights":
+            state["logit_scale"] += 1
+        if name == "looks":
+            content["preprocess_cfg"]["mean"] = [0.1, 0.2, 0.3]
+        if name == "shape":
+            content["model_cfg"]["quick_gelu"] = True
+        (folder / config.name).write_text(json.dumps(content))
+        save_file(state, folder / weights.name)
+    key = lambda folder: json.dumps(clip_of(f"local-dir:{folder}").key, sort_keys=True)
+    assert key(copies["same"]) == key(tiny_clip)
+    assert len({key(tiny_clip), *(key(copies[name]) for name in ("weights", "looks", "shape"))}) == 4
+
+
+def test_two_runs_may_start_at_once(squares, tiny_clip, workplace):
+    command = (ROOT / "vlpl.py", *flags(squares, tiny_clip), "--epochs", 1)
+    both = [start(*command, "--out", out, cwd=workplace) for out in ("a", "b")]
+    for process in both:
+        finish(process)
+    a, b = ((next((workplace / out).iterdir()) / "metrics.csv").read_text().split(",")[:-2] for out in "ab")
+    drop = lambda words: [word for word in words if not re.fullmatch(r"[\d.]+", word) or "." in word]
+    assert drop(a)[:8] == drop(b)[:8]
+    assert not list((workplace / "data").rglob(".*"))
+
+
+def test_own_images_without_true_labels(script, tiny_clip, workplace):
+    folder = write_dataset(workplace / "own", n_train=20, n_test=4)
+    y = np.load(folder / "formatted_train_labels.npy")
+    np.save(folder / "formatted_train_labels_obs.npy", common.draw_single_positives(y))
+    for name in ("train_labels", "val_labels", "val_images"):
+        (folder / f"formatted_{name}.npy").unlink()
+    script("vlpl.py", *flags(str(folder), tiny_clip), "--epochs", 1, "--show_pseudo", 3)
+    with open(only_run(workplace) / "metrics.csv") as file:
+        (row,) = csv.DictReader(file)
+    assert "pseudo_precision" not in row
+    assert float(row["positives_per_image"]) >= 0
+
+
+@pytest.mark.parametrize("words", [("--tau", 0), ("--theta", 2), ("--delta", -0.1), ("--prompt", "a photo")])
+def test_wrong_settings_give_one_sentence(words, script, squares, tiny_clip, workplace):
+    with pytest.raises(SystemExit, match="error: --"):
+        script("vlpl.py", *flags(squares, tiny_clip), *words)
+    assert not (workplace / "runs").exists()
