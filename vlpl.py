@@ -152,6 +152,7 @@ if __name__ == "__main__":
     for name, split in data.splits().items():
         image = run.embed(clip.encode_image, split.at_least(clip.size), clip.key, f"{name} with CLIP")  # (N, D)
         cosine[name] = torch.from_numpy(image @ text.T).to(run.device)  # (N, C)
+    del clip  # its memory is the model's now
     pseudo_all = vlpl_pseudo_labels(cosine["train"], data.train.z, args.tau, args.theta, args.delta)
     known = {name: split.y for name, split in data.splits().items() if split.y is not None}
     scores = {name: (cosine[name] / args.tau).softmax(1) for name in known}

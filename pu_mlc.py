@@ -1,0 +1,191 @@
+"""PU-MLC: positive-unlabelled multi-label classification (Yuan et al. 2023, arXiv:2306.16016)
+
+    python pu_mlc.py --dataset voc
+    python pu_mlc.py --dataset voc2007 --known_ratio 0.1
+
+No label is ever taken for negative: per class, the mean probability of all images is pushed down and that of the known
+positives up, and predictions on mixed images must be the mix of the predictions.
+
+NOTES: TO BE WRITTEN
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import common
+
+# ---- 1. Settings
+
+MIXUP = 0.3  # both parameters of the Beta distribution
+LEAST_TAU = 1e-3  # a batch of one has no spread
+
+
+@dataclass
+class Args(common.Args):
+    epochs: int = 10
+    batch_size: int = 8  # over all processes
+    lr: float = 1e-5
+    patience: int = -1  # stop after more than so many epochs without a better validation mAP (-1: never)
+    image_size: int = 448  # images are squashed to a square of this side
+    backbone: str = "resnet50"  # a ResNet of torchvision, resnet_small, or any name of timm
+    weights: str = "imagenet"  # imagenet, none, or a .pth or .safetensors file
+    alpha: float = 2.0  # temperature of a class: alpha times the spread of its logits, 1 at most
+    gamma: float = 0.85  # the unlabelled term is weighed by its mean probability to this power
+    mixup: float = 1.0  # weight of the mixup consistency
+    drop_empty: bool = False  # leave out the unlabelled term of classes without a positive in the batch
+    lgconv: bool = False  # a global branch beside every 3x3 convolution of the backbone
+    weight_decay: float = 0.0
+    one_cycle: int = (
+        0  # epochs of a one-cycle schedule with maximum lr, of which the first --epochs run (0: constant lr)
+    )
+    ema: float = 0.0  # measure an average of the weights with this decay (0: the weights themselves)
+
+
+PRESETS = {  # Yuan et al., appendix: partial labels, ResNet-101; add --known_ratio
+    "coco": dict(
+        epochs=40,
+        batch_size=70,
+        lr=1e-4,
+        backbone="resnet101",
+        alpha=1.0,
+        gamma=0.55,
+        weight_decay=1e-4,
+        one_cycle=80,
+        ema=0.9997,
+    ),
+    "voc2007": dict(
+        epochs=55, batch_size=90, lr=4e-5, backbone="resnet101", weight_decay=1e-4, one_cycle=80, ema=0.991
+    ),
+    # made here; chosen on its validation set
+    "scenes": dict(epochs=15, lr=1e-3, image_size=64, backbone="resnet_small", weights="none"),
+}
+
+# ---- 2. Method
+
+
+def pu_terms(logits, z, alpha, gamma):
+    """The two parts of Eq. 11 per class, and what they are made of: -> unlabelled, positive, tau, u, all (C,)"""
+    tau = (alpha * logits.detach().std(0, correction=0)).clamp(LEAST_TAU, 1)  # Eq. 10
+    log_p = F.logsigmoid(logits / tau)
+    log_u = log_p.logsumexp(0) - math.log(len(logits))  # of the mean over all images
+    unlabelled = (gamma * log_u.detach()).exp() * log_u
+    positive = -torch.where(z == 1, log_p, 0).sum(0) / (z == 1).sum(0).clamp(min=1)
+    return unlabelled, positive, tau, log_u.detach().exp()
+
+
+def pu_loss(logits, z, alpha, gamma):
+    """Eq. 11, summed over the classes: u^gamma log u - the positives' mean of log sigmoid(s / tau), where u is the mean
+    of sigmoid(s / tau) over all images, tau = min(alpha std(s), 1); neither tau nor u^gamma takes a gradient"""
+    unlabelled, positive, _, _ = pu_terms(logits, z, alpha, gamma)
+    return (unlabelled + positive).sum()
+
+
+def halves(batch):
+    """The first and the second half of a batch; the middle one of an odd number is in neither"""
+    size = len(batch) // 2
+    return batch[:size], batch[len(batch) - size :]
+
+
+def mixup_consistency(logits, z, logits_mix, lam, perm):
+    """Eq. 8: sum over classes, mean over pairs, of (log(lam t1 + (1 - lam) t2) - log sigmoid(logits_mix))^2, with t = 1
+    for observed positives, else sigmoid(logits), of the batch's first half, permuted, and of its second"""
+    if len(logits) < 2:
+        return 0 * logits.sum()
+    log_t1, log_t2 = halves(torch.where(z == 1, 0, F.logsigmoid(logits)))
+    lam = torch.as_tensor(lam, dtype=logits.dtype, device=logits.device)
+    log_target = torch.logaddexp(lam.log() + log_t1[perm], (1 - lam).log() + log_t2)
+    return (log_target - F.logsigmoid(logits_mix)).square().mean(0).sum()
+
+
+class LgConv(nn.Module):
+    """Section III-D: a convolution plus a global branch, whose last BatchNorm makes it start at almost nothing"""
+
+    def __init__(self, conv, heads=8):
+        super().__init__()
+        channels = conv.in_channels
+        self.conv = conv
+        self.squeeze = nn.Conv2d(channels, channels // 4, 1)
+        self.attend = nn.Conv2d(channels // 4 * 2, heads, 1)
+        self.broadcast = nn.Conv2d(channels // 4 * 2, heads, 1)
+        self.value = nn.Conv2d(channels, channels, 1)
+        self.project = nn.Conv2d(channels, conv.out_channels, 1, conv.stride, bias=False)
+        self.norm = nn.BatchNorm2d(conv.out_channels)
+        nn.init.constant_(self.norm.weight, 1e-4)
+
+    def forward(self, x):
+        local = self.squeeze(x).relu()
+        h = torch.cat([local, local.mean((2, 3), keepdim=True).expand_as(local)], 1)
+        a = self.attend(h).flatten(2).softmax(2)  # (B, heads, H * W)
+        b = self.broadcast(h).sigmoid()  # (B, heads, H, W)
+        v = self.value(x).flatten(2).unflatten(1, (a.shape[1], -1))  # (B, heads, C / heads, H * W)
+        g = torch.einsum("bhn,bhcn->bhc", a, v)
+        g = (g[..., None, None] * b[:, :, None]).flatten(1, 2)  # (B, C, H, W)
+        return self.conv(x) + self.norm(self.project(x + g))
+
+
+def add_lgconv(module, heads=8):
+    """Wraps every 3x3 convolution whose input channels the heads divide, in place. -> how many"""
+    count = 0
+    for name, child in module.named_children():
+        if isinstance(child, nn.Conv2d) and child.kernel_size == (3, 3) and child.in_channels % heads == 0:
+            setattr(module, name, LgConv(child, heads))
+            count += 1
+        else:
+            count += add_lgconv(child, heads)
+    return count
+
+
+# ---- 3. Train
+
+if __name__ == "__main__":
+    args = common.parse(Args, PRESETS)
+    if not (args.alpha > 0 and args.gamma >= 0 and args.mixup >= 0 and 0 <= args.ema < 1):
+        common.die("--alpha must be above 0, --gamma and --mixup at least 0, --ema from 0 to below 1")
+    if 0 < args.one_cycle < args.epochs:
+        common.die(f"--one_cycle {args.one_cycle} is shorter than the {args.epochs} epochs to train")
+    if args.lgconv and args.linear:
+        common.die("--lgconv changes the backbone, which --linear freezes: leave out one of them")
+    run = common.Run(args, __file__)
+    data = common.load(args, run.device)
+    model = common.Classifier(args, len(data.classes))
+    if args.lgconv and not add_lgconv(model.body):  # new vs an.py
+        common.die(f"--lgconv: {args.backbone} has no 3x3 convolution that it could wrap")
+    model = run.prepare(model, data)
+    weights = [w for w in model.parameters() if w.requires_grad]
+    optimizer = torch.optim.Adam(weights, lr=args.lr, weight_decay=args.weight_decay)
+    # new vs an.py: schedule and average, where they are asked for
+    steps, extra = -(-len(data.train) // args.batch_size), {}
+    if args.one_cycle:
+        extra["schedule"] = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, steps * args.one_cycle)
+    if args.ema:
+        decay = get_ema_multi_avg_fn(args.ema)
+        extra["average"] = AveragedModel(common.unwrap(model), multi_avg_fn=decay, use_buffers=True)
+    chance = torch.distributions.Beta(MIXUP, MIXUP)
+
+    for epoch in run.epochs(model=model, optimizer=optimizer, **extra):
+        for x, z, idx in run.batches(data.train):
+            first, second = halves(x)
+            perm, lam = torch.randperm(len(first), device=run.device), chance.sample().item()  # new vs an.py
+            with run.autocast():
+                logits = model(x)
+                logits_mix = model(lam * first[perm] + (1 - lam) * second) if len(first) else logits[:0]
+            unlabelled, positive, tau, u = pu_terms(logits.float(), z, args.alpha, args.gamma)
+            empty = (z == 1).sum(0) == 0
+            if args.drop_empty:
+                unlabelled = unlabelled.masked_fill(empty, 0)
+            consistency = mixup_consistency(logits.float(), z, logits_mix.float(), lam, perm)
+            loss = (unlabelled + positive).sum() + args.mixup * consistency
+            run.step(loss, optimizer)
+            if args.one_cycle:
+                extra["schedule"].step()
+            if args.ema:
+                extra["average"].update_parameters(common.unwrap(model))
+            run.log(loss=loss, loss_unlabelled=unlabelled.sum(), loss_positive=positive.sum(), loss_mixup=consistency)
+            run.log(tau_min=tau.min(), tau_mean=tau.mean(), tau_max=tau.max(), u_mean=u.mean())
+            run.log(classes_without_positive=empty.sum())
+        run.evaluate(extra["average"].module if args.ema else model, data)

@@ -1,0 +1,336 @@
+import csv
+import json
+import math
+import re
+import signal
+import time
+
+import pytest
+import torch
+import torchvision
+from conftest import LEARNT, ROOT, SMALL, finish, only_run, start
+from torch import nn
+
+import common
+import pu_mlc
+
+sigmoid = lambda s: 1 / (1 + math.exp(-s))
+
+
+@pytest.fixture
+def batch():
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(7, 5, dtype=torch.float64) - 1
+    z = (torch.rand(7, 5) < 0.3).double()
+    z[:, 2] = 0  # a class without a positive
+    z[3] = 0  # an image without one
+    return logits, z
+
+
+# ---- PU loss
+
+
+def slow_pu_loss(logits, z, alpha, gamma):
+    """Eq. 7, 9, 10 and 11 as printed, class by class; the factor with s / tau"""
+    total, n = 0.0, len(logits)
+    for c in range(logits.shape[1]):
+        s = logits[:, c].tolist()
+        mean = sum(s) / n
+        tau = min(alpha * math.sqrt(sum((value - mean) ** 2 for value in s) / n), 1)
+        u = sum(sigmoid(value / tau) for value in s) / n
+        own = [math.log(sigmoid(s[i] / tau)) for i in range(n) if z[i, c] == 1]
+        total += u**gamma * math.log(u) - (sum(own) / len(own) if own else 0)
+    return total
+
+
+@pytest.mark.parametrize(("alpha", "gamma"), [(2.0, 0.85), (0.1, 0.0), (1.0, 0.55), (0.3, 2.0)])
+def test_loss_against_a_slow_reference(batch, alpha, gamma):
+    logits, z = batch
+    before = logits.clone(), z.clone()
+    for dtype in (torch.uint8, torch.float32, torch.int64):
+        loss = pu_mlc.pu_loss(logits, z.to(dtype), alpha, gamma)
+        assert loss.item() == pytest.approx(slow_pu_loss(logits, z, alpha, gamma), rel=1e-9)
+    assert torch.equal(logits, before[0])
+    assert torch.equal(z, before[1])
+
+
+def test_loss_by_hand():
+    logits, z = torch.tensor([[3.0], [-1.0]]), torch.tensor([[1], [0]])  # spread 2, so tau = min(4, 1)
+    u = (sigmoid(3) + sigmoid(-1)) / 2
+    expected = u**0.5 * math.log(u) - math.log(sigmoid(3))
+    assert pu_mlc.pu_loss(logits, z, 2.0, 0.5).item() == pytest.approx(expected)
+    u = (sigmoid(6) + sigmoid(-2)) / 2  # alpha 1/4: tau = 1/2
+    expected = u**0.5 * math.log(u) - math.log(sigmoid(6))
+    assert pu_mlc.pu_loss(logits, z, 0.25, 0.5).item() == pytest.approx(expected)
+
+
+def test_factor_and_temperature_take_no_gradient(batch):
+    """The gradient is that of the loss with both held fixed, found by finite differences."""
+    logits, z = batch
+    _, _, tau, u = pu_mlc.pu_terms(logits, z, 0.4, 0.85)
+    assert tau.min() < 1  # so that the temperature would matter
+
+    def held(s):
+        p = torch.sigmoid(s / tau)
+        positive = torch.where(z == 1, p.log(), 0).sum(0) / (z == 1).sum(0).clamp(min=1)
+        return (u**0.85 * p.mean(0).log() - positive).sum()
+
+    leaf = logits.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(pu_mlc.pu_loss(leaf, z, 0.4, 0.85), leaf)
+    step = 1e-6
+    for i in range(7):
+        for c in range(5):
+            moved = torch.zeros_like(logits)
+            moved[i, c] = step
+            slope = (held(logits + moved) - held(logits - moved)) / (2 * step)
+            assert gradient[i, c].item() == pytest.approx(slope.item(), abs=1e-7)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 100.0])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_poor_batches_stay_finite(n, scale):
+    """One image, identical logits, classes without positives, empty rows, |logit| = 100"""
+    for z in (torch.zeros(n, 4), torch.ones(n, 4), torch.eye(4)[:n]):
+        signs = torch.tensor([[1.0, -1.0, -1.0, 1.0]]) * torch.where(torch.arange(n) % 2 == 0, 1, -1)[:, None]
+        logits = (scale * signs).requires_grad_()
+        mixed = (scale * signs[: n // 2]).requires_grad_()
+        loss = pu_mlc.pu_loss(logits, z, 2.0, 0.85)
+        for lam in (0.0, 0.3, 1.0):
+            loss = loss + pu_mlc.mixup_consistency(logits, z, mixed, lam, torch.arange(n // 2))
+        gradients = torch.autograd.grad(loss, [logits, mixed], allow_unused=True)
+        assert loss.isfinite()
+        assert all(g.isfinite().all() for g in gradients if g is not None)
+
+
+def test_bf16_logits_give_a_finite_loss():
+    logits = torch.tensor([[100.0, -100.0], [-100.0, 3.0]], dtype=torch.bfloat16, requires_grad=True)
+    pu_mlc.pu_loss(logits.float(), torch.eye(2), 2.0, 0.85).backward()
+    assert logits.grad.isfinite().all()
+
+
+# ---- mixup
+
+
+def slow_consistency(logits, z, mixed, lam, perm):
+    half, n = len(logits) // 2, len(logits)
+    t = [[1.0 if z[i, c] == 1 else sigmoid(logits[i, c]) for c in range(logits.shape[1])] for i in range(n)]
+    total = 0.0
+    for c in range(logits.shape[1]):
+        for k in range(half):
+            target = lam * t[perm[k]][c] + (1 - lam) * t[n - half + k][c]
+            total += (math.log(target) - math.log(sigmoid(mixed[k, c]))) ** 2 / half
+    return total
+
+
+@pytest.mark.parametrize("n", [2, 6, 7])
+def test_consistency_against_a_slow_reference(batch, n):
+    logits, z = batch[0][:n], batch[1][:n]
+    mixed = torch.randn(n // 2, 5, dtype=torch.float64)
+    perm = torch.randperm(n // 2)
+    value = pu_mlc.mixup_consistency(logits, z, mixed, 0.3, perm).item()
+    assert value == pytest.approx(slow_consistency(logits, z, mixed, 0.3, perm.tolist()), rel=1e-9)
+
+
+def test_the_middle_of_an_odd_batch_takes_no_part(batch):
+    logits, z = batch
+    logits = logits.clone().requires_grad_()
+    value = pu_mlc.mixup_consistency(logits, z, torch.zeros(3, 5), 0.3, torch.tensor([2, 0, 1]))
+    (gradient,) = torch.autograd.grad(value, logits)
+    assert (gradient[3] == 0).all()
+    assert (gradient[[0, 1, 2, 4, 5, 6]][z[[0, 1, 2, 4, 5, 6]] == 0] != 0).all()
+
+
+def test_the_target_takes_a_gradient_but_not_through_observed_labels(batch):
+    logits, z = batch
+    logits, mixed = logits[:6].clone().requires_grad_(), torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    perm = torch.tensor([1, 2, 0])
+    consistency = lambda a, b: pu_mlc.mixup_consistency(a, z[:6], b, 0.3, perm)
+    torch.autograd.gradcheck(consistency, (logits, mixed))
+    (gradient,) = torch.autograd.grad(consistency(logits, mixed), logits)
+    assert (gradient[z[:6] == 1] == 0).all()
+    assert (gradient[z[:6] == 0] != 0).all()
+
+
+def test_a_batch_of_one_has_no_pair():
+    logits = torch.ones(1, 3, requires_grad=True)
+    value = pu_mlc.mixup_consistency(logits, torch.zeros(1, 3), logits[:0], 0.5, torch.arange(0))
+    assert value == 0
+    value.backward()
+
+
+# ---- local-global convolution
+
+
+def slow_lgconv(module, x):
+    """Section III-D with loops over images, heads and places"""
+    n, channels, height, width = x.shape
+    weigh = lambda conv, v: conv.weight[:, :, 0, 0] @ v + (conv.bias if conv.bias is not None else 0)
+    g = torch.zeros_like(x)
+    size = channels // 8
+    for i in range(n):
+        places = [x[i, :, r, c] for r in range(height) for c in range(width)]
+        local = [weigh(module.squeeze, v).relu() for v in places]
+        mean = torch.stack(local).mean(0)
+        h = [torch.cat([v, mean]) for v in local]
+        scores = torch.stack([weigh(module.attend, v) for v in h])  # (places, heads)
+        shares = scores.exp() / scores.exp().sum(0)
+        gates = torch.stack([weigh(module.broadcast, v) for v in h]).sigmoid()
+        values = [weigh(module.value, v) for v in places]
+        for head in range(8):
+            own = slice(head * size, (head + 1) * size)
+            gathered = sum(shares[p, head] * values[p][own] for p in range(len(places)))
+            for p in range(len(places)):
+                g[i, own, p // width, p % width] = gathered * gates[p, head]
+    return module.conv(x) + module.norm(module.project(x + g))
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_lgconv_against_loops(stride):
+    torch.manual_seed(0)
+    module = pu_mlc.LgConv(nn.Conv2d(16, 24, 3, stride, 1, bias=False)).double().eval()
+    nn.init.normal_(module.norm.weight)
+    x = torch.randn(2, 16, 5, 4, dtype=torch.float64)
+    torch.testing.assert_close(module(x), slow_lgconv(module, x))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnext50_32x4d", "timm"])
+def test_lgconv_starts_as_the_plain_backbone(name):
+    import timm
+
+    torch.manual_seed(0)
+    net = timm.create_model("test_resnet") if name == "timm" else torchvision.models.get_model(name)
+    net.eval()
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        plain = net(x)
+        wide = sum(
+            isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3) and m.in_channels % 8 == 0 for m in net.modules()
+        )
+        assert pu_mlc.add_lgconv(net) == wide > 0
+        net.eval()
+        assert 0 < (net(x) - plain).norm() < 0.01 * plain.norm()
+        for module in net.modules():
+            if isinstance(module, pu_mlc.LgConv):
+                nn.init.zeros_(module.norm.weight)
+        torch.testing.assert_close(net(x), plain, rtol=0, atol=0)
+
+
+def test_lgconv_learns_and_its_state_is_kept():
+    torch.manual_seed(0)
+    net, x = common.small_resnet(), torch.rand(4, 3, 32, 32)
+    assert pu_mlc.add_lgconv(net) == 8
+    net(x).square().sum().backward()
+    for name, weight in net.named_parameters():
+        assert weight.grad is not None, name
+        assert weight.grad.isfinite().all(), name
+    branch = [m for m in net.modules() if isinstance(m, pu_mlc.LgConv)][3]
+    for part in (branch.squeeze, branch.attend, branch.broadcast, branch.value, branch.project, branch.norm):
+        assert part.weight.grad.abs().sum() > 0
+    other = common.small_resnet()
+    pu_mlc.add_lgconv(other)
+    other.load_state_dict(net.state_dict())
+    torch.testing.assert_close(other.eval()(x), net.eval()(x))
+
+
+# ---- the run
+
+
+def flags(squares):
+    return "--dataset", squares, *SMALL, "--workers", 0
+
+
+def rows_of(run):
+    with open(run / "metrics.csv") as file:
+        return list(csv.DictReader(file))
+
+
+def test_pu_learns_and_logs(script, squares, workplace):
+    out = script("pu_mlc.py", *flags(squares), "--epochs", 12)
+    assert float(re.search(r"test mAP ([\d.]+)", out)[1]) > LEARNT
+    for row in rows_of(only_run(workplace)):
+        value = {name: float(row[name]) for name in row if row[name]}
+        parts = value["loss_unlabelled"] + value["loss_positive"] + value["loss_mixup"]
+        assert value["loss"] == pytest.approx(parts, abs=1e-4)
+        assert 1e-3 <= value["tau_min"] <= value["tau_mean"] <= value["tau_max"] <= 1
+        assert 0 < value["u_mean"] < 1
+        assert 0 <= value["classes_without_positive"] <= 4
+    f1 = json.loads((only_run(workplace) / "result.json").read_text())["test_F1"]
+    assert {"OF1", "CF1"} <= set(f1)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--lgconv", "--amp", "bf16"),
+        ("--known_ratio", 0.5, "--drop_empty"),
+        ("--batch_size", 1, "--mixup", 1, "--linear"),
+        ("--batch_size", 7, "--one_cycle", 4, "--ema", 0.9, "--weight_decay", 1e-4),
+    ],
+)
+def test_flags_train(more, script, squares, workplace):
+    script("pu_mlc.py", *flags(squares), *more, "--epochs", 2)
+    assert all(math.isfinite(float(row["loss"])) for row in rows_of(only_run(workplace)))
+
+
+def test_the_mixed_half_costs_half_a_forward(script, squares, workplace, monkeypatch):
+    seen = []
+    forward = common.Classifier.forward
+    monkeypatch.setattr(common.Classifier, "forward", lambda self, x: (seen.append(len(x)), forward(self, x))[1])
+    monkeypatch.setattr(common.Run, "evaluate", lambda self, *_: setattr(self, "finished", True))
+    monkeypatch.setattr(common.Run, "report", lambda self: None)
+    script("pu_mlc.py", *flags(squares), "--batch_size", 9, "--max_steps", 3)
+    assert seen == [9, 4] * 3
+
+
+def test_drop_empty_leaves_out_classes_without_a_positive(script, squares, workplace):
+    for name, more in (("keep", ()), ("drop", ("--drop_empty",))):
+        script("pu_mlc.py", *flags(squares), "--batch_size", 2, "--max_steps", 1, "--out", name, *more)
+    (keep,), (drop,) = ((workplace / name).iterdir() for name in ("keep", "drop"))
+    keep, drop = (rows_of(run)[0] for run in (keep, drop))
+    assert float(keep["classes_without_positive"]) >= 2  # two images observe two classes at most, of four
+    assert float(keep["loss_unlabelled"]) < float(drop["loss_unlabelled"]) < 0
+    assert keep["loss_positive"] == drop["loss_positive"]
+
+
+def test_a_kill_changes_nothing(squares, workplace):
+    """Schedule, average and the random numbers of mixup come back."""
+    more = ("--epochs", 4, "--one_cycle", 5, "--ema", 0.9)
+    finish(start(ROOT / "pu_mlc.py", *flags(squares), *more, "--out", "whole", cwd=workplace))
+    process = start(ROOT / "pu_mlc.py", *flags(squares), *more, "--out", "killed", cwd=workplace)
+    while not list((workplace).glob("killed/*/last.pt")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    (killed,), (whole,) = ((workplace / name).iterdir() for name in ("killed", "whole"))
+    finish(start(ROOT / "pu_mlc.py", "--resume", killed, cwd=workplace))
+    drop = lambda row: {name: value for name, value in row.items() if name not in ("seconds", "images_per_s")}
+    assert list(map(drop, rows_of(killed))) == list(map(drop, rows_of(whole)))
+    a, b = (torch.load(run / "last.pt", weights_only=True) for run in (killed, whole))
+    for name in a["average"]:
+        assert torch.equal(a["average"][name], b["average"][name])
+
+
+def test_two_processes(squares, workplace):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    more = ("--epochs", 1, "--ema", 0.9)
+    out = finish(start(*torchrun, ROOT / "pu_mlc.py", *flags(squares), *more, cwd=workplace))
+    assert "best epoch 1" in out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--alpha", 0), ("--gamma", -1), ("--ema", 1), ("--one_cycle", 1, "--epochs", 2), ("--lgconv", "--linear")],
+)
+def test_wrong_settings_give_one_sentence(words, script, squares, workplace):
+    with pytest.raises(SystemExit, match="error: --"):
+        script("pu_mlc.py", *flags(squares), *words)
+    assert not (workplace / "runs").exists()
+
+
+def test_presets_are_the_papers():
+    voc, coco = (pu_mlc.Args(dataset=name, **pu_mlc.PRESETS[name]) for name in ("voc2007", "coco"))
+    common_part = lambda a: (a.backbone, a.weight_decay, a.one_cycle, a.image_size)
+    assert common_part(voc) == common_part(coco) == ("resnet101", 1e-4, 80, 448)
+    assert (voc.batch_size, voc.lr, voc.epochs, voc.ema, voc.alpha, voc.gamma) == (90, 4e-5, 55, 0.991, 2, 0.85)
+    assert (coco.batch_size, coco.lr, coco.epochs, coco.ema, coco.alpha, coco.gamma) == (70, 1e-4, 40, 0.9997, 1, 0.55)
