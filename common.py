@@ -1,6 +1,7 @@
 """What every method script shares: settings, data, model, run, metrics. No method lives here."""
 
 import argparse
+import copy
 import csv
 import difflib
 import hashlib
@@ -165,12 +166,12 @@ def draw_known_positives(y, ratio, seed=PROTOCOL_SEED):
     return z
 
 
-def decode(path, size):
+def decode(path, size, resample=Image.Resampling.BILINEAR):
     """The protocol's transform: RGB, squashed to size x size, bilinear. -> uint8 (size, size, 3)"""
     with Image.open(path) as image:
         if image.mode.startswith("I"):  # 16 bits of grey, which PIL would cut off at 255
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        return np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
+        return np.asarray(image.convert("RGB").resize((size, size), resample))
 
 
 def hash_names(names):
@@ -186,7 +187,7 @@ class Images:
 
     def __init__(self, folder, image_folder, part, size):
         self.names = read_names(folder, part)
-        self.folder, self.image_folder, self.part, self.size = folder, image_folder, part, size
+        self.image_folder, self.size, self.resample = image_folder, size, Image.Resampling.BILINEAR
         self.cache = folder / f"cache_{part}_{size}.npy"
         self.cached = self.cache.exists()
         self.pixels = None  # the opened cache, in every process its own
@@ -197,9 +198,20 @@ class Images:
             if made_for.get("images") != hash_names(self.names) or not fits:
                 die(f"{self.cache} was made for another list of images: delete it, or prepare the data set again")
             return
-        missing = [name for name in self.names if not (image_folder / name).is_file()]
+        missing = self.missing()
         if missing:
             die(f"{len(missing)} of {len(self.names)} images are missing, first {image_folder / missing[0]}")
+
+    def missing(self):
+        return [name for name in self.names if not (self.image_folder / name).is_file()]
+
+    def from_files(self, size, resample):
+        """The same images, squashed from their files to another size; from the cache where the files are gone"""
+        if self.cached and self.missing():
+            return self
+        other = copy.copy(self)
+        other.size, other.resample, other.cached = size, resample, False
+        return other
 
     def __len__(self):
         return len(self.names)
@@ -216,7 +228,7 @@ class Images:
         for i, row in enumerate(rows):
             path = self.image_folder / self.names[row]
             try:
-                batch[i] = decode(path, self.size)
+                batch[i] = decode(path, self.size, self.resample)
             except UNREADABLE as problem:
                 return f"{path} can't be read: {problem}"
         return torch.from_numpy(batch)
@@ -236,12 +248,6 @@ class Split:
     def true(self, idx):
         """Full labels of these images, None where nobody knows them"""
         return None if self.y is None else self.y[idx]
-
-    def at_least(self, size):
-        """The same images with `size` pixels a side where theirs have fewer: what the files hold is not thrown away"""
-        source = self.images
-        bigger = source.size < size
-        return replace(self, images=Images(source.folder, source.image_folder, source.part, size)) if bigger else self
 
     def fingerprint(self):
         """Changes when the list of images does, or a file behind it."""
@@ -279,7 +285,7 @@ def load(args, device="cpu"):
         if part != "train" or there("train_labels") or not there("train_labels_obs")
     }
     z = observed_labels(args, folder, len(images["train"]), y.get("train"))
-    classes = info.get("classes", [f"class {c}" for c in range(z.shape[1])])
+    classes = info.get("classes", nameless(z.shape[1]))
     columns = {"train_labels_obs": z.shape[1], **{f"{part}_labels": labels.shape[1] for part, labels in y.items()}}
     if set(columns.values()) != {len(classes)} or len(set(classes)) < len(classes):
         die(f"{folder} has {len(set(classes))} different class names, but its labels' columns are {columns}")
@@ -302,6 +308,10 @@ def load(args, device="cpu"):
     train = split("train", train_rows, z=torch.from_numpy(z[train_rows]).to(device))
     test = split("val", everything["val"]) if "val" in y else None
     return Data(classes, train, val, test)
+
+
+def nameless(n):
+    return [f"class {c}" for c in range(n)]
 
 
 def find_dataset(args):
@@ -517,64 +527,70 @@ class Clip:
     """A frozen CLIP of open_clip, as --clip_model and --clip_pretrained say, with its own tokenizer, mean and std"""
 
     def __init__(self, args, device):
-        import open_clip  # takes seconds: only for those who need it
-
-        name, pretrained = args.clip_model, args.clip_pretrained
+        name = args.clip_model
         if name == "scenes":
             name = f"local-dir:{make_scenes_clip(args)}"
-        self.device, precision = device, "fp16" if device.type == "cuda" else "fp32"
+        self.device, self.dtype = device, torch.float16 if device.type == "cuda" else torch.float32
         with torch.random.fork_rng(devices=[]):  # what comes after starts as it does without a CLIP
-            self.net = load_open_clip(name, pretrained, precision)
-        shape, looks = open_clip.get_model_config(name), open_clip.get_model_preprocess_cfg(self.net)
-        self.key = {"clip": shape, "weights": hash_weights(self.net), "looks": looks, "precision": precision}
+            self.net, self.tokenizer, shape = load_open_clip(name, args.clip_pretrained, self.dtype)
+        looks = self.net.visual.preprocess_cfg
+        self.key = {"clip": shape, "weights": hash_weights(self.net), "looks": looks, "dtype": str(self.dtype)}
         self.net.to(device).eval().requires_grad_(False)
-        self.tokenizer, self.dtype = open_clip.get_tokenizer(name), open_clip.get_input_dtype(precision)
         self.mean, self.std = (torch.tensor(looks[what], device=device).view(3, 1, 1) for what in ("mean", "std"))
-        self.size = max(torch.Size(np.atleast_1d(looks["size"])))
+        self.size = int(np.max(looks["size"]))
+        self.resample = getattr(Image.Resampling, looks["interpolation"].upper(), Image.Resampling.BICUBIC)
 
     @torch.inference_mode()
     def encode_image(self, x):
         """Pixels in 0..1 (B, 3, H, W), squashed to CLIP's input -> unit vectors (B, D)"""
         with torch.autocast(self.device.type, enabled=False):  # its precision is its own
-            if x.shape[2:] != (self.size, self.size):
-                x = F.interpolate(x, (self.size, self.size), mode="bicubic", antialias=True).clamp(0, 1)
-            return self.net.encode_image(((x - self.mean) / self.std).to(self.dtype), normalize=True).float()
+            x = (squash(x, self.size) - self.mean) / self.std
+            return F.normalize(self.net.encode_image(x.to(self.dtype)).float(), dim=1)
 
     @torch.inference_mode()
-    def encode_text(self, texts):
+    def encode_text(self, tokens):
         """-> (N, D), as CLIP gives them: not unit vectors"""
         with torch.autocast(self.device.type, enabled=False):
-            return self.net.encode_text(self.tokenizer(texts).to(self.device)).float()
+            return self.net.encode_text(tokens.to(self.device)).float()
 
 
-def load_open_clip(name, pretrained, precision):
-    """A model of open_clip with its weights; die() says what to do where they can't be had."""
-    import open_clip
+def squash(x, size):
+    """Pixels in 0..1 (B, 3, H, W) -> (B, 3, size, size)"""
+    if x.shape[2:] == (size, size):
+        return x
+    return F.interpolate(x, (size, size), mode="bicubic", antialias=True).clamp(0, 1)
+
+
+def load_open_clip(name, pretrained, dtype):
+    """-> a model of open_clip with its weights, its tokenizer, its description; die() says what to do without them."""
+    import open_clip  # takes seconds: only for those who need it
     from huggingface_hub.constants import HF_HUB_CACHE
 
     local, hub = name.startswith("local-dir:"), name.startswith("hf-hub:")
-    pretrained = "" if local or hub else pretrained
-    tags, file = open_clip.list_pretrained_tags_by_model(name), Path(pretrained).is_file()
+    pretrained = None if local or hub else pretrained
+    tags, file = open_clip.list_pretrained_tags_by_model(name), pretrained and Path(pretrained).is_file()
     if local and not (Path(name[len("local-dir:") :]) / "open_clip_config.json").is_file():
         die(f"--clip_model {name}: there is no open_clip_config.json in that folder")
     if not local and not hub and name not in open_clip.list_models():
         near = ", ".join(difflib.get_close_matches(name, open_clip.list_models(), 5, 0.4))
         die(f"--clip_model {name} is not one of open_clip's, local-dir:FOLDER or hf-hub:NAME; near it: {near}")
-    if pretrained and not file and pretrained not in tags:
-        die(f"--clip_pretrained {pretrained} is neither a file nor a tag of {name}, which are: {', '.join(tags)}")
+    if not local and not hub and not file and pretrained not in tags:
+        die(f"--clip_pretrained {pretrained!r} is neither a file nor a tag of {name}, which are: {', '.join(tags)}")
     # open_clip only warns where a tag's weights were trained with another activation than the model's name stands for
     quick = pretrained in tags and open_clip.get_pretrained_cfg(name, pretrained).get("quick_gelu", False)
-    more = {"force_quick_gelu": True} if quick else {}
+    more = {"precision": "fp16" if dtype == torch.float16 else "fp32", "force_quick_gelu": quick}
     logging.disable()
     try:
-        return open_clip.create_model(name, pretrained, precision, require_pretrained=True, **more)
+        net = open_clip.create_model(name, pretrained, require_pretrained=True, **more)
+        return net, open_clip.get_tokenizer(name), {"quick": quick, **open_clip.get_model_config(name)}
     except Exception as problem:  # open_clip, the hub, torch and safetensors each have their own
+        reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
         if local or file:
-            reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
             die(f"CLIP's weights in {pretrained or name} are missing, cut off or of another model: {reason}")
+        file_model = f" --clip_model {name}-quickgelu" if quick and not name.endswith("-quickgelu") else ""
         die(
-            f"the CLIP {name} {pretrained} is not in {HF_HUB_CACHE} and can't be downloaded: fetch it where there is "
-            "internet and say --clip_pretrained FILE or --clip_model local-dir:FOLDER"
+            f"CLIP {name} {pretrained or ''} is not in {HF_HUB_CACHE} and can't be downloaded: fetch it where there "
+            f"is internet and say --clip_pretrained FILE{file_model}, or --clip_model local-dir:FOLDER ({reason[:150]})"
         )
     finally:
         logging.disable(logging.NOTSET)
@@ -598,6 +614,8 @@ def prompts(template, classes):
     """--prompt with every class's name in it, written as a person would"""
     if template.count("{}") != 1:
         die(f"--prompt {template!r} must have one {{}} where the class goes")
+    if classes == nameless(len(classes)):
+        die("CLIP needs the classes' names: put them into the data set's dataset.json, as a list under \"classes\"")
     return [template.replace("{}", phrase(name)) for name in classes]
 
 
@@ -657,6 +675,15 @@ def agreed(answer):
     return answers[0]
 
 
+def gather(mine, n):
+    """Rows rank, rank + world, ... of n, padded to the same number on every rank -> all n rows, on every rank"""
+    if world() == 1:
+        return mine
+    everyone = [torch.empty_like(mine) for _ in range(world())]
+    dist.all_gather(everyone, mine)
+    return torch.stack(everyone, 1).flatten(0, 1)[:n]
+
+
 def in_batches(rows):
     return [rows[start : start + EVAL_BATCH] for start in range(0, len(rows), EVAL_BATCH)]
 
@@ -692,7 +719,7 @@ class Run:
             die(f"--batch_size {args.batch_size} can't be shared by {world()} processes")
         self.epoch, self.steps, self.finished = 0, 0, False
         self.rows, self.best = [], {"epoch": 0, "val_mAP": -1.0}  # a row of metrics per epoch
-        self.facts = {}
+        self.directory, self.facts = None, {}
         self.SummaryWriter = import_tensorboard() if args.tensorboard else None
         signal.signal(signal.SIGINT, self.interrupted)
         torch.manual_seed(args.seed)
@@ -784,6 +811,8 @@ class Run:
 
     def interrupted(self, *_):
         """Ctrl-C: stops at the next batch, where nothing is half-done; a second one stops at once."""
+        if not self.directory:  # nothing has begun
+            sys.exit(130)
         self.stopping = True
         signal.signal(signal.SIGINT, signal.SIG_IGN if world() > 1 else signal.default_int_handler)
 
@@ -828,13 +857,22 @@ class Run:
 
     def embed(self, encode, split, key, what):
         """encode(x) of every image of a split, from the disk if it was computed before -> float32 (N, D)"""
-        key = {**key, "pixels": split.images.size, "images": split.fingerprint()}
+        key = {**key, "pixels": (split.images.size, split.images.resample), "images": split.fingerprint()}
         return self.once(lambda batches: map(encode, self.pixels(split, batches)), len(split), key, what, "img")
 
+    def embed_images(self, clip, split, what):
+        """CLIP's unit vectors of a split's images, whatever --image_size is -> float32 (N, D)"""
+        split = replace(split, images=split.images.from_files(clip.size, clip.resample))
+        return self.embed(clip.encode_image, split, clip.key, f"{what} with CLIP")
+
     def embed_texts(self, clip, texts):
-        """CLIP's embeddings of texts, from the disk if they were computed before -> float32 (N, D), not unit vectors"""
-        encode = lambda batches: (clip.encode_text([texts[i] for i in idx]) for idx in batches)
-        return self.once(encode, len(texts), {**clip.key, "texts": texts}, "texts", "text")
+        """CLIP's embeddings of texts -> float32 (N, D), not unit vectors"""
+        tokens = clip.tokenizer(texts)
+        for i, j in itertools.combinations(range(len(texts)), 2):
+            if torch.equal(tokens[i], tokens[j]):
+                die(f"CLIP can't tell {texts[i]!r} from {texts[j]!r}: it reads no more than {tokens.shape[1]} tokens")
+        encode = lambda batches: (clip.encode_text(tokens[idx]) for idx in batches)
+        return self.once(encode, len(texts), {**clip.key, "tokens": tokens.tolist()}, "texts", "text")
 
     @torch.no_grad()
     def once(self, encode, n, key, what, unit):
@@ -849,10 +887,10 @@ class Run:
         if not agreed(whole.exists()):
             make_folder(folder)
             starts = range(0, n, size)
-            parts = {folder / f"{at:09d}.npy": in_batches(np.arange(at, min(at + size, n))) for at in starts}
+            parts = {folder / f"{at:09d}-{size}.npy": in_batches(np.arange(at, min(at + size, n))) for at in starts}
             mine = {part: parts[part] for part in list(parts)[rank() :: world()] if not part.exists()}
             batches = [idx for part in mine.values() for idx in part]
-            total = sum(map(len, batches))
+            total, started = sum(map(len, batches)), time.perf_counter()
             with self.progress(None, f"embedding {what}", unit=unit, total=total) as bar, self.autocast():
                 encoded = encode(batches)
                 for part in mine:
@@ -862,6 +900,9 @@ class Run:
                         bar.update(len(rows))
                     with replacing(part) as temporary, open(temporary, "wb") as file:
                         np.save(file, torch.cat(embedded).numpy())
+            if rank() == 0 and total:
+                seconds = time.perf_counter() - started
+                print(f"embedded {what}: {total} in {seconds:.1f} s, {total / seconds:.0f} {unit}/s", flush=True)
             wait_for_all()
             if rank() == 0:
                 join_parts(list(parts), whole)
@@ -946,7 +987,7 @@ class Run:
             self.logged.setdefault(name, []).append(value.detach() if torch.is_tensor(value) else torch.tensor(value))
 
     def fact(self, name, values):
-        """Numbers that hold for the whole run: printed now, kept in result.json."""
+        """Numbers that hold for the whole run: printed now, kept in result.json"""
         self.facts[name] = values
         if rank() == 0:
             print(f"{name}: {', '.join(f'{key} {value:.2f}' for key, value in values.items())}", flush=True)
@@ -980,10 +1021,7 @@ class Run:
             with self.autocast():
                 logits[done : done + len(x)] = model(x)
             done += len(x)
-        if world() > 1:
-            everyone = [torch.empty_like(logits) for _ in range(world())]
-            dist.all_gather(everyone, logits)
-            logits = torch.stack(everyone, 1).flatten(0, 1)[: len(split)]
+        logits = gather(logits, len(split))
         if not logits.isfinite().all():
             self.give_up(f"the model's outputs are not finite after epoch {self.epoch}")
         return logits

@@ -258,11 +258,15 @@ def make_scenes(folder):
             np.save(building / f"formatted_{part}_labels_obs.npy", common.draw_single_positives(y))
             np.save(building / f"cache_{part}_{SIDE}.npy", pixels)
             common.write_json(building / f"cache_{part}_{SIDE}.json", {"images": common.hash_names(names)})
-    common.write_json(building / "dataset.json", info)
-    put_in_place(building, folder)
+    put_in_place(building, folder, "dataset.json", info)
 
 
-def put_in_place(building, folder):
+def put_in_place(building, folder, name, description):
+    """building, whole but for its description, becomes folder, unless another process has made the same meanwhile."""
+    common.write_json(building / name, description)
+    if (folder / name).exists() and json.loads((folder / name).read_text()) == description:
+        shutil.rmtree(building)
+        return
     if folder.exists():
         shutil.rmtree(folder)  # of another version
     try:
@@ -353,8 +357,7 @@ def make_scenes_clip(folder):
     building = Path(tempfile.mkdtemp(prefix=".scenes-clip-", dir=folder.parent))
     building.chmod(0o755)
     save_file(net.state_dict(), building / "open_clip_model.safetensors")
-    common.write_json(building / "open_clip_config.json", CLIP)
-    put_in_place(building, folder)
+    put_in_place(building, folder, "open_clip_config.json", CLIP)
 
 
 # ---- 3. Official data sets: download, extract, read

@@ -7,8 +7,9 @@ Unobserved classes that CLIP is sure of become soft positives; the others are pu
 NOTES: CLIP embeds every plain image once, with its own mean and std (authors' release: in every batch and in
 evaluation, on flipped images with ImageNet's mean and std, with bare class names as text for VOC and COCO, and with tau
 0.01 and theta 0.3 for all sets). For CUB the paper says lr 1e-5; the release and we take 1e-4. Eq. 5's signs are
-misprinted; section 4.6 has the form used here. The paper is silent on gamma, which only `--delta` uses. The paper's
-other backbones: `--backbone convnext_xlarge.fb_in22k`, `convnext_xlarge.fb_in22k_ft_in1k`,
+misprinted; section 4.6 has the form used here. alpha and beta are the release's; nobody says what gamma is, which only
+`--delta` uses. `clip_zero_shot_mAP` ranks by Eq. 1's scores, so it depends a little on tau. The paper's other
+backbones: `--backbone convnext_xlarge.fb_in22k`, `convnext_xlarge.fb_in22k_ft_in1k`,
 `vit_large_patch14_clip_336.openai`.
 """
 
@@ -33,7 +34,7 @@ class Args(common.Args):
     backbone: str = "resnet50"  # a ResNet of torchvision, resnet_small, or any name of timm
     weights: str = "imagenet"  # imagenet, none, or a .pth or .safetensors file
     clip_model: str = "ViT-L-14-336"  # a name of open_clip, local-dir:FOLDER, hf-hub:NAME, or scenes
-    clip_pretrained: str = "openai"  # a tag of open_clip, or a file (of OpenAI's weights: with NAME-quickgelu)
+    clip_pretrained: str = "openai"  # a tag of open_clip, or a file (OpenAI's weights: with NAME-quickgelu); names only
     prompt: str = "A photo of {}"  # what CLIP reads; {} is the class
     tau: float = 0.03  # temperature of CLIP's softmax
     theta: float = 0.3  # classes above this probability become pseudo-positives
@@ -41,11 +42,11 @@ class Args(common.Args):
     alpha: float = 0.2  # weight of the entropy
     beta: float = 0.7  # weight of the pseudo-positives
     gamma: float = 0.7  # weight of the pseudo-negatives
-    rho: float = 0.9  # target of the pseudo-positives (1: no label smoothing)
+    rho: float = 0.9  # how sure pseudo-labels count as (1: no label smoothing)
     show_pseudo: int = 0  # write pseudo.png: so many training images with what CLIP says of them
 
 
-PRESETS = {  # Xing et al., sections 4.1 and 4.7; the defaults are VOC's
+PRESETS = {  # tau and theta: Xing et al., section 4.7; alpha and lr: the authors' release; the defaults are VOC's
     "coco": dict(tau=0.01, alpha=0.1),
     "nus": dict(theta=0.1, alpha=0.1),
     "cub": dict(lr=1e-4, theta=0.01, alpha=0.01),
@@ -85,7 +86,7 @@ def vlpl_terms(logits, z, pseudo, alpha, beta, gamma, rho):
 
 def vlpl_loss(logits, z, pseudo, alpha, beta, gamma=0.0, rho=0.9):
     """Eq. 4: mean over (B, C) of -log p where z = 1, beta * [-rho log p - (1 - rho) log(1 - p)] where pseudo = 1,
-    gamma * [-rho log(1 - p) - (1 - rho) log p] where pseudo = -1, -alpha H(p) elsewhere. gamma = 0: Eq. 6"""
+    gamma * [-rho log(1 - p) - (1 - rho) log p] where pseudo = -1, -alpha H(p) elsewhere. Without -1 it is Eq. 6"""
     return sum(vlpl_terms(logits, z, pseudo, alpha, beta, gamma, rho))
 
 
@@ -116,7 +117,8 @@ def draw_pseudo(path, data, cosine, pseudo, tau, n):
         observed = [data.classes[c] for c in split.z[row].nonzero().flatten()]
         picture.imshow(pixels[0].numpy())
         picture.set_title(f"observed: {', '.join(observed) or 'nothing'}", fontsize=8)
-        for place, c in enumerate(q.argsort(descending=True)[:5].tolist()):
+        accepted = (pseudo[row] == 1).sum().item()
+        for place, c in enumerate(q.argsort(descending=True)[: max(5, min(accepted + 1, 10))].tolist()):
             truth = None if split.y is None else bool(split.y[row, c])
             judged = {True: "right", False: "wrong", None: "accepted"}[truth]
             missed = " (there, not accepted)" if truth else ""
@@ -126,7 +128,7 @@ def draw_pseudo(path, data, cosine, pseudo, tau, n):
                 colour = {True: "lightgreen", False: "salmon", None: "gold"}[truth]
             bars.barh(place, q[c].item(), color=colour)
             bars.text(0, place, f" {data.classes[c]} {q[c]:.2f}{verdict}", va="center", fontsize=7)
-        bars.set(xlim=(0, 1), ylim=(4.6, -0.6))
+        bars.set(xlim=(0, 1), ylim=(place + 0.6, -0.6))
     with common.replacing(path) as temporary:
         figure.savefig(temporary, dpi=110, format="png")
     plt.close(figure)
@@ -138,27 +140,29 @@ if __name__ == "__main__":
     args = common.parse(Args, PRESETS)
     if not (args.tau > 0 and 0 <= args.theta <= 1 and 0 <= args.delta <= 1 and 0 <= args.rho <= 1):
         common.die("--tau must be above 0; --theta, --delta and --rho are between 0 and 1")
+    if not 0 <= args.show_pseudo <= 200:
+        common.die(f"--show_pseudo {args.show_pseudo}: a picture holds up to 200 images")
     run = common.Run(args, __file__)
     data = common.load(args, run.device)
-    texts = common.prompts(args.prompt, data.classes)
-    clip = common.Clip(args, run.device)  # new vs an.py
+    texts = common.prompts(args.prompt, data.classes)  # new vs an.py
+    clip = None if args.eval_only and not args.show_pseudo else common.Clip(args, run.device)  # new vs an.py
     model = run.prepare(common.Classifier(args, len(data.classes)), data)
     optimizer = torch.optim.Adam([w for w in model.parameters() if w.requires_grad], lr=args.lr)
 
-    # new vs an.py: CLIP is frozen, so its scores and the pseudo-labels are computed once
-    text = run.embed_texts(clip, texts)  # (C, D)
-    text = text / np.linalg.norm(text, axis=1, keepdims=True)
-    cosine = {}
-    for name, split in data.splits().items():
-        image = run.embed(clip.encode_image, split.at_least(clip.size), clip.key, f"{name} with CLIP")  # (N, D)
-        cosine[name] = torch.from_numpy(image @ text.T).to(run.device)  # (N, C)
-    del clip  # its memory is the model's now
-    pseudo_all = vlpl_pseudo_labels(cosine["train"], data.train.z, args.tau, args.theta, args.delta)
-    known = {name: split.y for name, split in data.splits().items() if split.y is not None}
-    scores = {name: (cosine[name] / args.tau).softmax(1) for name in known}
-    run.fact("clip_zero_shot_mAP", {name: common.mean_average_precision(scores[name], known[name]) for name in known})
-    if args.show_pseudo and common.rank() == 0:
-        draw_pseudo(run.directory / "pseudo.png", data, cosine["train"], pseudo_all, args.tau, args.show_pseudo)
+    if clip:  # new vs an.py: CLIP is frozen, so its scores and the pseudo-labels are computed once
+        text = run.embed_texts(clip, texts)  # (C, D)
+        text = text / np.linalg.norm(text, axis=1, keepdims=True)
+        images = {name: run.embed_images(clip, split, name) for name, split in data.splits().items()}  # (N, D) each
+        cosine = {name: torch.from_numpy(image @ text.T).to(run.device) for name, image in images.items()}  # (N, C)
+        del clip  # its memory is the model's now
+        pseudo_all = vlpl_pseudo_labels(cosine["train"], data.train.z, args.tau, args.theta, args.delta)
+        known = {name: split.y for name, split in data.splits().items() if split.y is not None}
+        scores = {name: (cosine[name].double() / args.tau).log_softmax(1) for name in known}  # Eq. 1; no ties at 1
+        zero_shot = {name: common.mean_average_precision(scores[name], known[name]) for name in known}
+        if known:
+            run.fact("clip_zero_shot_mAP", zero_shot)
+        if args.show_pseudo and common.rank() == 0:
+            draw_pseudo(run.directory / "pseudo.png", data, cosine["train"], pseudo_all, args.tau, args.show_pseudo)
 
     for epoch in run.epochs(model=model, optimizer=optimizer):
         for x, z, idx in run.batches(data.train):

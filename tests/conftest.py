@@ -1,24 +1,30 @@
 """A tiny data set, and ways to run a script as a user does."""
 
+import csv
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: test processes share the cores, and the nets are tiny
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 COLOURS = {"red": (230, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 230), "white": (250, 250, 250)}
 SMALL = ("--backbone", "resnet_small", "--weights", "none", "--image_size", "32", "--batch_size", "8", "--lr", "3e-3")
 
 
+TIMES = ("seconds", "images_per_s")
 LEARNT = 75  # mAP on the squares' test images that only a network that has learnt reaches
 
 
@@ -53,7 +59,6 @@ def squares(tmp_path_factory):
 def tiny_clip(tmp_path_factory):
     """A folder for local-dir: with a CLIP of open_clip that has learnt nothing; nobody changes it"""
     import open_clip
-    import torch
     from safetensors.torch import save_file
 
     image = {"timm_model_name": "test_efficientnet", "timm_pool": "avg", "timm_proj": "linear", "image_size": 32}
@@ -104,3 +109,33 @@ def finish(process, code=0):
 def only_run(folder):
     (run,) = (folder / "runs").iterdir()
     return run
+
+
+def metrics(run):
+    """The rows of metrics.csv without the columns that no two runs share"""
+    with open(run / "metrics.csv") as file:
+        return [{name: value for name, value in row.items() if name not in TIMES} for row in csv.DictReader(file)]
+
+
+def assert_same_run(one, other):
+    assert metrics(one) == metrics(other)
+    for name in ("best.pt", "last.pt"):
+        a, b = (torch.load(run / name, weights_only=True)["model"] for run in (one, other))
+        assert all(torch.equal(a[key], b[key]) for key in a)
+    a, b = (json.loads((run / "result.json").read_text()) for run in (one, other))
+    assert {**a, "seconds": 0} == {**b, "seconds": 0}
+
+
+def assert_a_kill_changes_nothing(name, *flags, cwd):
+    """A run killed after its first checkpoint and resumed is the run that was never killed. -> both directories"""
+    finish(start(ROOT / name, *flags, "--out", "whole", cwd=cwd))
+    process = start(ROOT / name, *flags, "--out", "killed", cwd=cwd)
+    while not list(cwd.glob("killed/*/last.pt")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    (killed,), (whole,) = (list((cwd / out).iterdir()) for out in ("killed", "whole"))
+    finish(start(ROOT / name, "--resume", killed, cwd=cwd))
+    assert_same_run(killed, whole)
+    return killed, whole

@@ -2,13 +2,11 @@ import csv
 import json
 import math
 import re
-import signal
-import time
 
 import pytest
 import torch
 import torchvision
-from conftest import LEARNT, ROOT, SMALL, finish, only_run, start
+from conftest import LEARNT, ROOT, SMALL, TORCHRUN, assert_a_kill_changes_nothing, finish, only_run, start
 from torch import nn
 
 import common
@@ -295,26 +293,14 @@ def test_drop_empty_leaves_out_classes_without_a_positive(script, squares, workp
 def test_a_kill_changes_nothing(squares, workplace):
     """Schedule, average and the random numbers of mixup come back."""
     more = ("--epochs", 4, "--one_cycle", 5, "--ema", 0.9)
-    finish(start(ROOT / "pu_mlc.py", *flags(squares), *more, "--out", "whole", cwd=workplace))
-    process = start(ROOT / "pu_mlc.py", *flags(squares), *more, "--out", "killed", cwd=workplace)
-    while not list((workplace).glob("killed/*/last.pt")):
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    (killed,), (whole,) = ((workplace / name).iterdir() for name in ("killed", "whole"))
-    finish(start(ROOT / "pu_mlc.py", "--resume", killed, cwd=workplace))
-    drop = lambda row: {name: value for name, value in row.items() if name not in ("seconds", "images_per_s")}
-    assert list(map(drop, rows_of(killed))) == list(map(drop, rows_of(whole)))
-    a, b = (torch.load(run / "last.pt", weights_only=True) for run in (killed, whole))
-    for name in a["average"]:
-        assert torch.equal(a["average"][name], b["average"][name])
+    killed, whole = assert_a_kill_changes_nothing("pu_mlc.py", *flags(squares), *more, cwd=workplace)
+    a, b = (torch.load(run / "last.pt", weights_only=True)["average"] for run in (killed, whole))
+    assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_two_processes(squares, workplace):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     more = ("--epochs", 1, "--ema", 0.9)
-    out = finish(start(*torchrun, ROOT / "pu_mlc.py", *flags(squares), *more, cwd=workplace))
+    out = finish(start(*TORCHRUN, ROOT / "pu_mlc.py", *flags(squares), *more, cwd=workplace))
     assert "best epoch 1" in out
 
 

@@ -1,6 +1,5 @@
 """Scripts as users run them: what a run leaves, kills and resumes, several processes, bad luck."""
 
-import csv
 import importlib.util
 import json
 import os
@@ -12,27 +11,21 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import LEARNT, ROOT, SMALL, finish, only_run, start, write_dataset
+from conftest import (
+    LEARNT,
+    ROOT,
+    SMALL,
+    TORCHRUN,
+    assert_same_run,
+    finish,
+    metrics,
+    only_run,
+    start,
+    write_dataset,
+)
 
 import an
 import common
-
-TIMES = ("seconds", "images_per_s")
-
-
-def metrics(run):
-    """The rows of metrics.csv without the columns that no two runs share"""
-    with open(run / "metrics.csv") as file:
-        return [{name: value for name, value in row.items() if name not in TIMES} for row in csv.DictReader(file)]
-
-
-def assert_same_run(one, other):
-    assert metrics(one) == metrics(other)
-    for name in ("best.pt", "last.pt"):
-        a, b = (torch.load(run / name, weights_only=True)["model"] for run in (one, other))
-        assert all(torch.equal(a[key], b[key]) for key in a)
-    a, b = (json.loads((run / "result.json").read_text()) for run in (one, other))
-    assert {**a, "seconds": 0} == {**b, "seconds": 0}
 
 
 @pytest.fixture(scope="session")
@@ -327,8 +320,6 @@ def test_two_processes_may_embed_at_once(squares, workplace):
 
 
 # ---- several processes
-
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
 ONE_STEP = """
 import torch, an, common

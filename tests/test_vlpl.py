@@ -2,11 +2,23 @@ import csv
 import json
 import math
 import re
+import shutil
 
 import numpy as np
 import pytest
 import torch
-from conftest import LEARNT, ROOT, SMALL, finish, only_run, start, write_dataset
+from conftest import (
+    LEARNT,
+    ROOT,
+    SMALL,
+    TORCHRUN,
+    assert_a_kill_changes_nothing,
+    assert_same_run,
+    finish,
+    only_run,
+    start,
+    write_dataset,
+)
 from PIL import Image
 
 import common
@@ -211,9 +223,10 @@ def test_clip_sees_what_open_clip_sees(tiny_clip):
         expected = net.encode_image(preprocess(image)[None], normalize=True)
         words = net.encode_text(open_clip.get_tokenizer(name)(["A photo of red"]))
     torch.testing.assert_close(clip.encode_image(x), expected, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(clip.encode_text(["A photo of red"]), words, atol=1e-5, rtol=1e-4)
+    own = clip.encode_text(clip.tokenizer(["A photo of red"]))
+    torch.testing.assert_close(own, words, atol=1e-5, rtol=1e-4)
     assert clip.encode_image(x).norm() == pytest.approx(1, abs=1e-5)
-    assert clip.encode_text(["A photo of red"]).norm() != pytest.approx(1, abs=1e-2)  # as CLIP gives it
+    assert own.norm() != pytest.approx(1, abs=1e-2)  # as CLIP gives it
 
 
 def test_images_are_squashed_to_clips_input_border_included(tiny_clip):
@@ -225,23 +238,39 @@ def test_images_are_squashed_to_clips_input_border_included(tiny_clip):
     assert clip.encode_image(torch.rand(2, 3, 20, 20)).shape == (2, 16)
 
 
-def test_images_smaller_than_clips_input_are_read_again_from_their_files(squares):
-    split = common.load(vlpl.Args(dataset=squares, image_size=16)).train
-    assert split.at_least(16) is split
-    bigger = split.at_least(32)
-    assert bigger.images[bigger.rows[:2]].shape == (2, 32, 32, 3)
-    path = bigger.images.image_folder / bigger.images.names[bigger.rows[0]]
-    assert np.array_equal(bigger.images[bigger.rows[:1]][0], common.decode(path, 32))
+def test_clip_gets_the_files_pixels_whatever_the_models_size_is(workplace):
+    folder = write_dataset(workplace / "own", n_train=5, n_test=4)
+    images = common.load(vlpl.Args(dataset=str(folder), image_size=16)).train.images
+    names = [folder / "images" / name for name in images.names]
+    np.save(folder / "cache_train_16.npy", np.stack([common.decode(path, 16) for path in names]))
+    (folder / "cache_train_16.json").write_text(json.dumps({"images": common.hash_names(images.names)}))
+    images = common.load(vlpl.Args(dataset=str(folder), image_size=16)).train.images
+    assert images.cached
+    seen = images.from_files(32, Image.Resampling.BICUBIC)[np.arange(5)]
+    for pixels, path in zip(seen, names):
+        with Image.open(path) as image:
+            assert np.array_equal(pixels, image.resize((32, 32), Image.Resampling.BICUBIC))
+    assert images[np.arange(5)].shape == (5, 16, 16, 3)
+    names[0].unlink()  # only the cache is left
+    assert images.from_files(32, Image.Resampling.BICUBIC) is images
+
+
+def test_half_precision_is_half(tiny_clip):
+    net, _, _ = common.load_open_clip(f"local-dir:{tiny_clip}", "", torch.float16)
+    assert net.visual.trunk.conv_stem.weight.dtype == torch.float16
+    with torch.no_grad():
+        assert net.eval().encode_image(torch.rand(1, 3, 32, 32).half()).dtype == torch.float16
 
 
 def test_the_activation_follows_the_weights(monkeypatch):
     """OpenAI's weights were trained with QuickGELU, which open_clip's plain names don't have."""
     asked = {}
-    monkeypatch.setattr("open_clip.create_model", lambda *_, **more: asked.update(more))
-    common.load_open_clip("ViT-L-14-336", "openai", "fp32")
-    assert asked.pop("force_quick_gelu")
-    common.load_open_clip("ViT-B-16", "laion2b_s34b_b88k", "fp32")
-    assert "force_quick_gelu" not in asked
+    monkeypatch.setattr("open_clip.create_model", lambda name, pretrained, **more: asked.update(more))
+    _, _, openai = common.load_open_clip("ViT-L-14-336", "openai", torch.float32)
+    assert asked["force_quick_gelu"]
+    _, _, laion = common.load_open_clip("ViT-B-16", "laion2b_s34b_b88k", torch.float32)
+    assert not asked["force_quick_gelu"]
+    assert openai["quick"] != laion["quick"]  # part of the key
 
 
 def test_a_clip_that_cant_be_had_gives_one_sentence(monkeypatch, tmp_path, tiny_clip):
@@ -252,8 +281,9 @@ def test_a_clip_that_cant_be_had_gives_one_sentence(monkeypatch, tmp_path, tiny_
         clip_of("ViT-B-32", "openai")
     with pytest.raises(SystemExit, match=r"near it: .*ViT-L-14-336"):
         clip_of("ViT-L-14-33", "openai")
-    with pytest.raises(SystemExit, match=r"neither a file nor a tag of ViT-B-16, which are: openai"):
-        clip_of("ViT-B-16", "opnai")
+    for wrong in ("opnai", ""):
+        with pytest.raises(SystemExit, match=r"neither a file nor a tag of ViT-B-16, which are: openai"):
+            clip_of("ViT-B-16", wrong)
     with pytest.raises(SystemExit, match=r"no open_clip_config\.json"):
         clip_of(f"local-dir:{tmp_path}")
     for name in ("open_clip_config.json", "open_clip_model.safetensors"):
@@ -296,6 +326,11 @@ def test_the_clip_of_scenes_is_trained_once(tmp_path, monkeypatch):
     data_prep.make_scenes_clip(folder)  # of another version: made again
     assert weights.stat().st_mtime_ns != made
     assert [path.name for path in folder.parent.iterdir()] == ["scenes_clip"]
+    made = weights.stat().st_mtime_ns
+    building = shutil.copytree(folder, tmp_path / "building")  # another process, that was slower
+    data_prep.put_in_place(building, folder, "open_clip_config.json", data_prep.CLIP)
+    assert weights.stat().st_mtime_ns == made
+    assert not building.exists()
     (tmp_path / "foreign").mkdir()
     with pytest.raises(SystemExit, match="holds no CLIP"):
         data_prep.make_scenes_clip(tmp_path / "foreign")
@@ -327,8 +362,9 @@ def test_a_run_from_clip_to_result(script, squares, tiny_clip, workplace):
 
     data = common.load(vlpl.Args(dataset=squares, image_size=32))
     clip = clip_of(f"local-dir:{tiny_clip}")
-    pixels = data.train.images[data.train.rows].permute(0, 3, 1, 2).float() / 255
-    text = clip.encode_text([f"A photo of {name}" for name in data.classes])
+    images = data.train.images.from_files(32, Image.Resampling.BICUBIC)
+    pixels = images[data.train.rows].permute(0, 3, 1, 2).float() / 255
+    text = clip.encode_text(clip.tokenizer([f"A photo of {name}" for name in data.classes]))
     q = torch.softmax(clip.encode_image(pixels) @ (text / text.norm(dim=1, keepdim=True)).T / 0.03, 1)
     chosen = (q > 0.25) & (data.train.z == 0)
     with open(run / "metrics.csv") as file:
@@ -357,8 +393,8 @@ def test_images_are_embedded_once_for_all_tau_and_theta(script, squares, tiny_cl
     assert stored() == first
     script("vlpl.py", *flags(squares, tiny_clip), "--max_steps", 1, "--prompt", "{}!")
     assert len(stored()) == 5  # new texts, old images
-    script("vlpl.py", *flags(squares, tiny_clip), "--max_steps", 1, "--image_size", 40)
-    assert len(stored()) == 8  # other pixels reach CLIP, the texts are there
+    script("vlpl.py", *flags(squares, tiny_clip), "--max_steps", 1, "--image_size", 16)
+    assert len(stored()) == 5  # CLIP sees the same
 
 
 def test_another_clip_is_another_embedding(squares, tiny_clip, tmp_path):
@@ -388,10 +424,46 @@ def test_two_runs_may_start_at_once(squares, tiny_clip, workplace):
     both = [start(*command, "--out", out, cwd=workplace) for out in ("a", "b")]
     for process in both:
         finish(process)
-    a, b = ((next((workplace / out).iterdir()) / "metrics.csv").read_text().split(",")[:-2] for out in "ab")
-    drop = lambda words: [word for word in words if not re.fullmatch(r"[\d.]+", word) or "." in word]
-    assert drop(a)[:8] == drop(b)[:8]
+    (a,), (b,) = ((workplace / out).iterdir() for out in "ab")
+    assert_same_run(a, b)
     assert not list((workplace / "data").rglob(".*"))
+
+
+def test_two_processes_share_the_images(squares, tiny_clip, workplace):
+    one = finish(
+        start(ROOT / "vlpl.py", *flags(squares, tiny_clip), "--max_steps", 1, "--data_root", "a", cwd=workplace)
+    )
+    more = ("--max_steps", 1, "--data_root", "b", "--show_pseudo", 2)
+    two = finish(start(*TORCHRUN, ROOT / "vlpl.py", *flags(squares, tiny_clip), *more, cwd=workplace))
+    zero_shot = r"clip_zero_shot_mAP: (.+)"
+    assert re.search(zero_shot, one)[1] == re.search(zero_shot, two)[1]
+
+
+def test_a_kill_changes_nothing(squares, tiny_clip, workplace):
+    assert_a_kill_changes_nothing("vlpl.py", *flags(squares, tiny_clip), "--epochs", 3, cwd=workplace)
+
+
+def test_a_run_is_measured_without_its_clip(script, squares, tiny_clip, workplace):
+    shutil.copytree(tiny_clip, workplace / "clip")
+    out = script("vlpl.py", *flags(squares, workplace / "clip"), "--epochs", 1)
+    shutil.rmtree(workplace / "clip")
+    again = script("vlpl.py", "--eval_only", only_run(workplace))
+    assert re.search(r"val mAP [\d.]+, test mAP [\d.]+", out)[0] in again
+    with pytest.raises(SystemExit, match=r"no open_clip_config\.json"):
+        script("vlpl.py", "--eval_only", only_run(workplace), "--show_pseudo", 3)
+
+
+def test_classes_that_clip_cant_tell_apart_are_named(script, squares, tiny_clip, workplace):
+    long = "a very long prompt " * 8 + "{}"
+    with pytest.raises(SystemExit, match=r"can't tell .+red' from .+green'.* no more than 24 tokens"):
+        script("vlpl.py", *flags(squares, tiny_clip), "--prompt", long)
+
+
+def test_nameless_classes_are_no_prompts(script, tiny_clip, workplace):
+    folder = write_dataset(workplace / "own", n_train=20, n_test=4)
+    (folder / "dataset.json").unlink()
+    with pytest.raises(SystemExit, match=r"needs the classes' names.*dataset\.json"):
+        script("vlpl.py", *flags(str(folder), tiny_clip))
 
 
 def test_own_images_without_true_labels(script, tiny_clip, workplace):
@@ -407,7 +479,9 @@ def test_own_images_without_true_labels(script, tiny_clip, workplace):
     assert float(row["positives_per_image"]) >= 0
 
 
-@pytest.mark.parametrize("words", [("--tau", 0), ("--theta", 2), ("--delta", -0.1), ("--prompt", "a photo")])
+@pytest.mark.parametrize(
+    "words", [("--tau", 0), ("--theta", 2), ("--delta", -0.1), ("--prompt", "a photo"), ("--show_pseudo", -3)]
+)
 def test_wrong_settings_give_one_sentence(words, script, squares, tiny_clip, workplace):
     with pytest.raises(SystemExit, match="error: --"):
         script("vlpl.py", *flags(squares, tiny_clip), *words)
