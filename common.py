@@ -79,10 +79,12 @@ RESUME_MAY_CHANGE = {"data_root", "out", "device", "workers", "tensorboard", "re
 
 def parse(args_class, presets, argv=None):
     """Command line -> args_class. Precedence: default < presets[dataset] < command line; with --resume or
-    --eval_only the run's own settings take the place of the first two."""
+    --eval_only the run's own settings take the place of the first two. With --known_ratio, presets["<dataset> partial"]
+    if there is one."""
     argv = sys.argv[1:] if argv is None else argv
     peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     peek.add_argument("--dataset", default=args_class.dataset)
+    peek.add_argument("--known_ratio", "--known-ratio", default="0")
     peek.add_argument("--resume", default="")
     peek.add_argument("--eval_only", "--eval-only", default="")
     first, _ = peek.parse_known_args(argv)
@@ -91,7 +93,9 @@ def parse(args_class, presets, argv=None):
     if earlier:
         start = read_run_settings(args_class, earlier)
     else:
-        start = args_class(dataset=first.dataset, **presets.get(Path(first.dataset).name, {}))
+        name = Path(first.dataset).name
+        partial = first.known_ratio != "0" and presets.get(f"{name} partial")
+        start = args_class(dataset=first.dataset, **(partial or presets.get(name, {})))
     args = tyro.cli(args_class, args=argv, default=start, use_underscores=True)
     if earlier:
         changed = [f.name for f in fields(args) if getattr(args, f.name) != getattr(start, f.name)]
@@ -508,7 +512,7 @@ def load_weights(model, path):
     """The model of a run's checkpoint into one of the same make"""
     state = read_state(path)["model"]
     if {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in model.state_dict().items()}:
-        die(f"{path} is of another --backbone or has another number of classes")
+        die(f"{path} doesn't fit the model: it has another --backbone, other layers or another number of classes")
     model.load_state_dict(state)
 
 
@@ -845,7 +849,8 @@ class Run:
         if world() == 1:
             return model
         devices = [self.device] if self.device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(model, device_ids=devices)
+        # a method may call the model more often on one rank than on another; predict() settles the buffers
+        return nn.parallel.DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False)
 
     def embed_features(self, model, data):
         model.eval().body.requires_grad_(False)
@@ -940,13 +945,15 @@ class Run:
                 x = torch.where(flip.view(-1, 1, 1, 1), x.flip(3), x)
             yield x
 
-    def batches(self, split):
-        """One epoch of (x, z, idx), this process's share of every batch; order and flips come from (seed, epoch)."""
+    def batches(self, split, least=1):
+        """One epoch of (x, z, idx), this process's share of every batch; order and flips come from (seed, epoch). A
+        last batch of which a process would get fewer than `least` images is left out."""
         n, size = len(split), self.args.batch_size
         chance = torch.Generator().manual_seed(self.args.seed * 10007 + self.epoch)
         order = torch.randperm(n, generator=chance).numpy()
         flips = (torch.rand(n, generator=chance) < 0.5).numpy()[order]
-        spans = [(start, min(start + size, n)) for start in range(0, n, size) if n - start >= world()]  # no empty share
+        starts = [start for start in range(0, n, size) if n - start >= least * world()]
+        spans = [(start, min(start + size, n)) for start in starts]
         if self.args.max_steps:
             spans = spans[: self.args.max_steps - self.steps]
         shares = [slice(start + rank(), stop, world()) for start, stop in spans]
@@ -993,7 +1000,12 @@ class Run:
             print(f"{name}: {', '.join(f'{key} {value:.2f}' for key, value in values.items())}", flush=True)
 
     def measure(self, model, split):
-        return mean_average_precision(self.predict(model, split), split.y) if split else math.nan
+        if not split:
+            return {"mAP": math.nan, "F1": {}, "AP": {}}
+        logits = self.predict(model, split)
+        ap = average_precision(logits, split.y)
+        f1 = f1_scores(logits.sigmoid(), split.y)
+        return {"mAP": 100 * ap.mean().item(), "F1": f1, "AP": dict(zip(self.data.classes, ap.tolist()))}
 
     def mean_logs(self):
         """Means over all steps and processes of what was logged; a NaN is a step that had nothing to say"""
@@ -1035,7 +1047,7 @@ class Run:
             self.finished = True
             val, test = (self.measure(state["model"], split) for split in (self.data.val, self.data.test))
             if rank() == 0:
-                print(f"{self.directory}: val mAP {val:.2f}, test mAP {test:.2f}")
+                print(f"{self.directory}: val mAP {val['mAP']:.2f}, test mAP {test['mAP']:.2f}{in_words(test['F1'])}")
         elif self.args.resume:
             self.restore()
         while not self.finished:
@@ -1060,19 +1072,15 @@ class Run:
         self.check_losses()
         row = {"epoch": self.epoch, **self.mean_logs()}
         images_per_s = self.seen / (time.perf_counter() - self.started)
-        row["val_mAP"], row["test_mAP"] = self.measure(model, data.val), math.nan
+        row["val_mAP"] = self.measure(model, data.val)["mAP"]
         better = data.val is None or row["val_mAP"] > self.best["val_mAP"]  # without validation the last is kept
         out_of_patience = not better and 0 <= self.args.patience < self.epoch - self.best["epoch"]
         out_of_steps = 0 < self.args.max_steps <= self.steps
         self.finished = self.epoch >= self.args.epochs or out_of_patience or out_of_steps
-        test = {"test_mAP": math.nan, "test_F1": {}, "test_AP": {}}
-        if data.test and (self.finished or (better and data.val)):
-            logits = self.predict(model, data.test)
-            ap = average_precision(logits, data.test.y)
-            test["test_mAP"] = row["test_mAP"] = 100 * ap.mean().item()
-            test["test_F1"] = f1_scores(logits.sigmoid(), data.test.y)
-            test["test_AP"] = dict(zip(data.classes, ap.tolist()))
+        test = self.measure(model, data.test if self.finished or (better and data.val) else None)
+        row["test_mAP"] = test["mAP"]
         if better:
+            test = {f"test_{name}": value for name, value in test.items()}
             self.best = {"epoch": self.epoch, "val_mAP": row["val_mAP"], **test}
         row |= {"images_per_s": images_per_s, "seconds": time.perf_counter() - self.epoch_started}
         self.rows.append(row)
@@ -1153,7 +1161,12 @@ class Run:
             print(f"{len(empty)} classes have no positive in the test set and count as AP 0: {', '.join(empty)}")
         chosen = f"best epoch {best['epoch']}" if data.val else f"last epoch {best['epoch']} (no validation)"
         shown = ", ".join(f"{part} mAP {best[f'{part}_mAP']:.2f}" for part in ("val", "test") if getattr(data, part))
-        print(f"{chosen}: {shown} (last epoch {last['test_mAP']:.2f}); {self.directory}/curve.png", flush=True)
+        shown += f"{in_words(best['test_F1'])} (last epoch {last['test_mAP']:.2f})"
+        print(f"{chosen}: {shown}; {self.directory}/curve.png", flush=True)
+
+
+def in_words(f1):
+    return f", OF1 {f1['OF1']:.2f}, CF1 {f1['CF1']:.2f}" if f1 else ""
 
 
 def join_parts(parts, whole):

@@ -278,7 +278,7 @@ def put_in_place(building, folder, name, description):
 
 
 CLIP = {  # the small CLIP of scenes, as open_clip describes a model; 2 million weights, most of them words
-    "scenes": {"version": SCENES_VERSION, "batches": 200, "passes": 6, "pairs": 12, "lr": 3e-3},
+    "scenes": {"version": SCENES_VERSION, "batches": 200, "passes": 8, "pairs": 12, "lr": 3e-3},
     "model_cfg": {
         "embed_dim": 64,
         "vision_cfg": {
@@ -296,14 +296,22 @@ CLIP = {  # the small CLIP of scenes, as open_clip describes a model; 2 million 
 
 def captioned_scene(i, batch):
     """Image i of a stream of its own, which shares nothing with the data set, and its caption. A batch of images has
-    every class alone once; the rest are two classes together."""
+    every class alone once, every other time from near; the rest are two classes together."""
     rs = np.random.RandomState((SCENES_VERSION, len(SCENES_SIZE), i))
     alone = i % batch < len(CLASSES)
     shown = [i % batch] if alone else rs.permutation(len(CLASSES))[:2].tolist()
     y = np.zeros(len(CLASSES), dtype=np.uint8)
     y[shown] = 1
+    layout = draw_layout(rs, y)
+    image = Image.fromarray(draw_scene(rs, layout))
+    if alone and rs.randint(2):
+        window = rs.randint(SIDE // 2, SIDE)
+        middle = next(stamp.middle for stamp in layout if stamp.glyph == OBJECTS[CLASSES[shown[0]]][0])
+        left, top = (min(max(at - window // 2, 0), SIDE - window) for at in middle)
+        box = (left, top, left + window, top + window)
+        image = image.resize((SIDE, SIDE), Image.Resampling.BILINEAR, box)
     things = [f"{'an' if CLASSES[c][0] in 'aeiou' else 'a'} {CLASSES[c]}" for c in shown]
-    return draw_scene(rs, draw_layout(rs, y)), f"a photo of {' and '.join(things)}"
+    return np.asarray(image), f"a photo of {' and '.join(things)}"
 
 
 def make_scenes_clip(folder):

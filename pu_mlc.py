@@ -21,8 +21,7 @@ import common
 
 # ---- 1. Settings
 
-MIXUP = 0.3  # both parameters of the Beta distribution
-LEAST_TAU = 1e-3  # a batch of one has no spread
+BETA = 0.3  # both parameters of mixup's Beta distribution, as in the authors' release
 
 
 @dataclass
@@ -39,28 +38,18 @@ class Args(common.Args):
     mixup: float = 1.0  # weight of the mixup consistency
     drop_empty: bool = False  # leave out the unlabelled term of classes without a positive in the batch
     lgconv: bool = False  # a global branch beside every 3x3 convolution of the backbone
-    weight_decay: float = 0.0
-    one_cycle: int = (
-        0  # epochs of a one-cycle schedule with maximum lr, of which the first --epochs run (0: constant lr)
-    )
+    weight_decay: float = 0.0  # of Adam
+    one_cycle: int = 0  # length in epochs of a one-cycle schedule up to lr and down again (0: constant lr)
     ema: float = 0.0  # measure an average of the weights with this decay (0: the weights themselves)
 
 
-PRESETS = {  # Yuan et al., appendix: partial labels, ResNet-101; add --known_ratio
-    "coco": dict(
-        epochs=40,
-        batch_size=70,
-        lr=1e-4,
-        backbone="resnet101",
-        alpha=1.0,
-        gamma=0.55,
-        weight_decay=1e-4,
-        one_cycle=80,
-        ema=0.9997,
-    ),
-    "voc2007": dict(
-        epochs=55, batch_size=90, lr=4e-5, backbone="resnet101", weight_decay=1e-4, one_cycle=80, ema=0.991
-    ),
+PARTIAL = dict(backbone="resnet101", weight_decay=1e-4, one_cycle=80)  # the paper's own setting, with --known_ratio
+PRESETS = {  # one positive per image: batch and lr of the other methods; partial: Yuan et al., appendix
+    "coco": dict(batch_size=16),
+    "nus": dict(batch_size=16),
+    "cub": dict(lr=1e-4),
+    "coco partial": dict(PARTIAL, epochs=40, batch_size=70, lr=1e-4, alpha=1.0, gamma=0.55, ema=0.9997),
+    "voc2007 partial": dict(PARTIAL, epochs=55, batch_size=90, lr=4e-5, ema=0.991),
     # made here; chosen on its validation set
     "scenes": dict(epochs=15, lr=1e-3, image_size=64, backbone="resnet_small", weights="none"),
 }
@@ -68,9 +57,9 @@ PRESETS = {  # Yuan et al., appendix: partial labels, ResNet-101; add --known_ra
 # ---- 2. Method
 
 
-def pu_terms(logits, z, alpha, gamma):
+def pu_terms(logits, z, alpha, gamma, least_tau=1e-3):
     """The two parts of Eq. 11 per class, and what they are made of: -> unlabelled, positive, tau, u, all (C,)"""
-    tau = (alpha * logits.detach().std(0, correction=0)).clamp(LEAST_TAU, 1)  # Eq. 10
+    tau = (alpha * logits.detach().std(0, correction=0)).clamp(least_tau, 1)  # Eq. 10; a batch of one has no spread
     log_p = F.logsigmoid(logits / tau)
     log_u = log_p.logsumexp(0) - math.log(len(logits))  # of the mean over all images
     unlabelled = (gamma * log_u.detach()).exp() * log_u
@@ -91,13 +80,19 @@ def halves(batch):
     return batch[:size], batch[len(batch) - size :]
 
 
+def mix(x, lam, perm):
+    """The batch's first half, permuted, and its second, mixed"""
+    first, second = halves(x)
+    return lam * first[perm] + (1 - lam) * second
+
+
 def mixup_consistency(logits, z, logits_mix, lam, perm):
     """Eq. 8: sum over classes, mean over pairs, of (log(lam t1 + (1 - lam) t2) - log sigmoid(logits_mix))^2, with t = 1
     for observed positives, else sigmoid(logits), of the batch's first half, permuted, and of its second"""
     if len(logits) < 2:
         return 0 * logits.sum()
     log_t1, log_t2 = halves(torch.where(z == 1, 0, F.logsigmoid(logits)))
-    lam = torch.as_tensor(lam, dtype=logits.dtype, device=logits.device)
+    lam = lam * logits.new_ones(())
     log_target = torch.logaddexp(lam.log() + log_t1[perm], (1 - lam).log() + log_t2)
     return (log_target - F.logsigmoid(logits_mix)).square().mean(0).sum()
 
@@ -132,7 +127,8 @@ def add_lgconv(module, heads=8):
     """Wraps every 3x3 convolution whose input channels the heads divide, in place. -> how many"""
     count = 0
     for name, child in module.named_children():
-        if isinstance(child, nn.Conv2d) and child.kernel_size == (3, 3) and child.in_channels % heads == 0:
+        same_size = isinstance(child, nn.Conv2d) and child.kernel_size == (3, 3) and child.padding == child.dilation
+        if same_size and child.in_channels % heads == 0:
             setattr(module, name, LgConv(child, heads))
             count += 1
         else:
@@ -144,9 +140,11 @@ def add_lgconv(module, heads=8):
 
 if __name__ == "__main__":
     args = common.parse(Args, PRESETS)
-    if not (args.alpha > 0 and args.gamma >= 0 and args.mixup >= 0 and 0 <= args.ema < 1):
-        common.die("--alpha must be above 0, --gamma and --mixup at least 0, --ema from 0 to below 1")
-    if 0 < args.one_cycle < args.epochs:
+    if not (0 < args.alpha < math.inf and args.gamma >= 0 and 0 <= args.ema < 1):
+        common.die("--alpha must be above 0 and finite, --gamma at least 0, --ema from 0 to below 1")
+    if not (args.mixup >= 0 and 0 <= args.weight_decay < math.inf):
+        common.die("--mixup and --weight_decay must be at least 0")
+    if args.one_cycle and args.one_cycle < args.epochs:
         common.die(f"--one_cycle {args.one_cycle} is shorter than the {args.epochs} epochs to train")
     if args.lgconv and args.linear:
         common.die("--lgconv changes the backbone, which --linear freezes: leave out one of them")
@@ -165,27 +163,33 @@ if __name__ == "__main__":
     if args.ema:
         decay = get_ema_multi_avg_fn(args.ema)
         extra["average"] = AveragedModel(common.unwrap(model), multi_avg_fn=decay, use_buffers=True)
-    chance = torch.distributions.Beta(MIXUP, MIXUP)
+    chance = torch.distributions.Beta(BETA, BETA)
+    share = args.batch_size // common.world()  # of a process, at least
+    least = min(4, share)  # a last image alone would have no spread, and an enormous gradient
+    mixing = args.mixup and share > 1
 
     for epoch in run.epochs(model=model, optimizer=optimizer, **extra):
-        for x, z, idx in run.batches(data.train):
-            first, second = halves(x)
-            perm, lam = torch.randperm(len(first), device=run.device), chance.sample().item()  # new vs an.py
+        for x, z, idx in run.batches(data.train, least):
             with run.autocast():
                 logits = model(x)
-                logits_mix = model(lam * first[perm] + (1 - lam) * second) if len(first) else logits[:0]
+                if mixing:  # new vs an.py
+                    perm, lam = torch.randperm(len(x) // 2, device=run.device), chance.sample().item()
+                    logits_mix = model(mix(x, lam, perm))
             unlabelled, positive, tau, u = pu_terms(logits.float(), z, args.alpha, args.gamma)
             empty = (z == 1).sum(0) == 0
             if args.drop_empty:
                 unlabelled = unlabelled.masked_fill(empty, 0)
-            consistency = mixup_consistency(logits.float(), z, logits_mix.float(), lam, perm)
-            loss = (unlabelled + positive).sum() + args.mixup * consistency
+            loss = (unlabelled + positive).sum()
+            if mixing:
+                consistency = mixup_consistency(logits.float(), z, logits_mix.float(), lam, perm)
+                loss = loss + args.mixup * consistency
+                run.log(loss_mixup=consistency)
             run.step(loss, optimizer)
             if args.one_cycle:
                 extra["schedule"].step()
             if args.ema:
                 extra["average"].update_parameters(common.unwrap(model))
-            run.log(loss=loss, loss_unlabelled=unlabelled.sum(), loss_positive=positive.sum(), loss_mixup=consistency)
+            run.log(loss=loss, loss_unlabelled=unlabelled.sum(), loss_positive=positive.sum())
             run.log(tau_min=tau.min(), tau_mean=tau.mean(), tau_max=tau.max(), u_mean=u.mean())
             run.log(classes_without_positive=empty.sum())
         run.evaluate(extra["average"].module if args.ema else model, data)

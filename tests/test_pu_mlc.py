@@ -129,6 +129,25 @@ def test_consistency_against_a_slow_reference(batch, n):
     assert value == pytest.approx(slow_consistency(logits, z, mixed, 0.3, perm.tolist()), rel=1e-9)
 
 
+def test_what_is_mixed():
+    x = torch.arange(7.0)[:, None, None, None].expand(7, 3, 2, 2)
+    mixed = pu_mlc.mix(x, 0.25, torch.tensor([2, 0, 1]))
+    expected = [0.25 * 2 + 0.75 * 4, 0.25 * 0 + 0.75 * 5, 0.25 * 1 + 0.75 * 6]  # image 3 is in neither half
+    assert mixed[:, 0, 0, 0].tolist() == expected
+
+
+def test_a_model_that_is_linear_in_log_p_is_consistent():
+    """Where log sigmoid of the mixed image is the log of the mixed targets, there is nothing to pay."""
+    torch.manual_seed(0)
+    p = torch.rand(6, 4, dtype=torch.float64)
+    perm = torch.tensor([1, 2, 0])
+    mixed = pu_mlc.mix(p, 0.3, perm)
+    value = pu_mlc.mixup_consistency(p.logit(), torch.zeros(6, 4), mixed.logit(), 0.3, perm)
+    assert value.item() == pytest.approx(0, abs=1e-20)
+    wrong = pu_mlc.mixup_consistency(p.logit(), torch.zeros(6, 4), mixed.logit(), 0.7, perm)
+    assert wrong > 1e-3
+
+
 def test_the_middle_of_an_odd_batch_takes_no_part(batch):
     logits, z = batch
     logits = logits.clone().requires_grad_()
@@ -197,9 +216,11 @@ def test_lgconv_starts_as_the_plain_backbone(name):
 
     torch.manual_seed(0)
     net = timm.create_model("test_resnet") if name == "timm" else torchvision.models.get_model(name)
-    net.eval()
-    x = torch.randn(2, 3, 64, 64)
+    x = torch.randn(4, 3, 64, 64)
     with torch.no_grad():
+        for _ in range(30):  # BatchNorm's statistics as a trained network has them
+            net(x)
+        net.eval()
         plain = net(x)
         wide = sum(
             isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3) and m.in_channels % 8 == 0 for m in net.modules()
@@ -211,6 +232,14 @@ def test_lgconv_starts_as_the_plain_backbone(name):
             if isinstance(module, pu_mlc.LgConv):
                 nn.init.zeros_(module.norm.weight)
         torch.testing.assert_close(net(x), plain, rtol=0, atol=0)
+
+
+def test_lgconv_leaves_other_convolutions_alone():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 5, padding=2))
+    assert pu_mlc.add_lgconv(net) == 0  # 3 channels, an image that shrinks, 5 x 5
+    dilated = nn.Sequential(nn.Conv2d(8, 8, 3, padding=2, dilation=2))
+    assert pu_mlc.add_lgconv(dilated) == 1
+    assert dilated(torch.rand(1, 8, 9, 9)).shape == (1, 8, 9, 9)
 
 
 def test_lgconv_learns_and_its_state_is_kept():
@@ -270,14 +299,39 @@ def test_flags_train(more, script, squares, workplace):
     assert all(math.isfinite(float(row["loss"])) for row in rows_of(only_run(workplace)))
 
 
-def test_the_mixed_half_costs_half_a_forward(script, squares, workplace, monkeypatch):
+@pytest.mark.parametrize(("weight", "expected"), [(1, [9, 4] * 3), (0, [9] * 3)])
+def test_the_mixed_half_costs_half_a_forward(weight, expected, script, squares, workplace, monkeypatch):
     seen = []
     forward = common.Classifier.forward
     monkeypatch.setattr(common.Classifier, "forward", lambda self, x: (seen.append(len(x)), forward(self, x))[1])
     monkeypatch.setattr(common.Run, "evaluate", lambda self, *_: setattr(self, "finished", True))
     monkeypatch.setattr(common.Run, "report", lambda self: None)
-    script("pu_mlc.py", *flags(squares), "--batch_size", 9, "--max_steps", 3)
-    assert seen == [9, 4] * 3
+    script("pu_mlc.py", *flags(squares), "--batch_size", 9, "--max_steps", 3, "--mixup", weight)
+    assert seen == expected
+
+
+def test_a_last_batch_of_one_is_left_out(script, squares, workplace):
+    """80 images in batches of 79: the gradient of one image alone, at the least temperature, would be enormous."""
+    script("pu_mlc.py", *flags(squares), "--batch_size", 79, "--epochs", 1)
+    assert torch.load(only_run(workplace) / "last.pt", weights_only=True)["run"]["steps"] == 1
+
+
+def test_average_schedule_and_decay_are_used(script, squares, workplace):
+    more = ("--epochs", 2, "--one_cycle", 4, "--ema", 0.9, "--weight_decay", 0.01)
+    script("pu_mlc.py", *flags(squares), *more)
+    last, best = (torch.load(only_run(workplace) / name, weights_only=True) for name in ("last.pt", "best.pt"))
+    assert last["optimizer"]["param_groups"][0]["weight_decay"] == 0.01
+    assert last["schedule"]["last_epoch"] == 20  # steps of two epochs of ten
+    weight = torch.nn.Parameter(torch.zeros(1))
+    expected = torch.optim.lr_scheduler.OneCycleLR(torch.optim.Adam([weight]), 3e-3, 40)
+    for _ in range(20):
+        expected.optimizer.step()
+        expected.step()
+    assert last["optimizer"]["param_groups"][0]["lr"] == pytest.approx(expected.get_last_lr()[0])
+    if best["epoch"] == 2:  # what was measured and kept is the average
+        average = {name.removeprefix("module."): value for name, value in last["average"].items()}
+        assert all(torch.equal(value, average[name]) for name, value in best["model"].items())
+    assert not torch.equal(last["average"]["module.head.weight"], last["model"]["head.weight"])
 
 
 def test_drop_empty_leaves_out_classes_without_a_positive(script, squares, workplace):
@@ -298,15 +352,31 @@ def test_a_kill_changes_nothing(squares, workplace):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_two_processes(squares, workplace):
-    more = ("--epochs", 1, "--ema", 0.9)
+def test_two_processes_with_unequal_shares(squares, workplace):
+    """Batches of 11, shares of 6 and 5: a half of three images on one, of two on the other"""
+    more = ("--epochs", 1, "--ema", 0.9, "--batch_size", 11)
+    out = finish(start(*TORCHRUN, ROOT / "pu_mlc.py", *flags(squares), *more, cwd=workplace))
+    assert "best epoch 1" in out
+
+
+def test_two_processes_with_one_image_each(squares, workplace):
+    more = ("--max_steps", 3, "--batch_size", 3)  # shares of 2 and 1: one process mixes, the other has no pair
     out = finish(start(*TORCHRUN, ROOT / "pu_mlc.py", *flags(squares), *more, cwd=workplace))
     assert "best epoch 1" in out
 
 
 @pytest.mark.parametrize(
     "words",
-    [("--alpha", 0), ("--gamma", -1), ("--ema", 1), ("--one_cycle", 1, "--epochs", 2), ("--lgconv", "--linear")],
+    [
+        ("--alpha", 0),
+        ("--alpha", "inf"),
+        ("--gamma", -1),
+        ("--ema", 1),
+        ("--weight_decay", "nan"),
+        ("--one_cycle", 1, "--epochs", 2),
+        ("--one_cycle", -1),
+        ("--lgconv", "--linear"),
+    ],
 )
 def test_wrong_settings_give_one_sentence(words, script, squares, workplace):
     with pytest.raises(SystemExit, match="error: --"):
@@ -314,9 +384,14 @@ def test_wrong_settings_give_one_sentence(words, script, squares, workplace):
     assert not (workplace / "runs").exists()
 
 
-def test_presets_are_the_papers():
-    voc, coco = (pu_mlc.Args(dataset=name, **pu_mlc.PRESETS[name]) for name in ("voc2007", "coco"))
-    common_part = lambda a: (a.backbone, a.weight_decay, a.one_cycle, a.image_size)
-    assert common_part(voc) == common_part(coco) == ("resnet101", 1e-4, 80, 448)
+def test_presets_follow_the_setting():
+    """Partial labels: the paper's own training; one positive per image: that of the other methods"""
+    partial = lambda name: common.parse(pu_mlc.Args, pu_mlc.PRESETS, ["--dataset", name, "--known_ratio", "0.1"])
+    voc, coco = partial("voc2007"), partial("coco")
+    both = lambda a: (a.backbone, a.weight_decay, a.one_cycle, a.image_size, a.known_ratio)
+    assert both(voc) == both(coco) == ("resnet101", 1e-4, 80, 448, 0.1)
     assert (voc.batch_size, voc.lr, voc.epochs, voc.ema, voc.alpha, voc.gamma) == (90, 4e-5, 55, 0.991, 2, 0.85)
     assert (coco.batch_size, coco.lr, coco.epochs, coco.ema, coco.alpha, coco.gamma) == (70, 1e-4, 40, 0.9997, 1, 0.55)
+    single = common.parse(pu_mlc.Args, pu_mlc.PRESETS, ["--dataset", "coco"])
+    assert (single.backbone, single.batch_size, single.lr, single.epochs, single.ema) == ("resnet50", 16, 1e-5, 10, 0)
+    assert partial("voc").backbone == "resnet50"  # no preset of its own
