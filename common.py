@@ -849,7 +849,7 @@ class Run:
         if world() == 1:
             return model
         devices = [self.device] if self.device.type == "cuda" else None
-        # a method may call the model more often on one rank than on another; predict() settles the buffers
+        # running statistics are each process's own until predict() takes rank 0's: no need to send them in every step
         return nn.parallel.DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False)
 
     def embed_features(self, model, data):

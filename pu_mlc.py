@@ -183,13 +183,14 @@ if __name__ == "__main__":
             if mixing:
                 consistency = mixup_consistency(logits.float(), z, logits_mix.float(), lam, perm)
                 loss = loss + args.mixup * consistency
-                run.log(loss_mixup=consistency)
             run.step(loss, optimizer)
             if args.one_cycle:
                 extra["schedule"].step()
             if args.ema:
                 extra["average"].update_parameters(common.unwrap(model))
             run.log(loss=loss, loss_unlabelled=unlabelled.sum(), loss_positive=positive.sum())
+            if mixing:
+                run.log(loss_mixup=consistency)
             run.log(tau_min=tau.min(), tau_mean=tau.mean(), tau_max=tau.max(), u_mean=u.mean())
             run.log(classes_without_positive=empty.sum())
         run.evaluate(extra["average"].module if args.ema else model, data)
