@@ -34,7 +34,7 @@ class Args(common.Args):
     backbone: str = "resnet50"  # a ResNet of torchvision, resnet_small, or any name of timm
     weights: str = "imagenet"  # imagenet, none, or a .pth or .safetensors file
     clip_model: str = "ViT-L-14-336"  # a name of open_clip, local-dir:FOLDER, hf-hub:NAME, or scenes
-    clip_pretrained: str = "openai"  # a tag of open_clip, or a file (OpenAI's weights: with NAME-quickgelu); names only
+    clip_pretrained: str = "openai"  # with a name of open_clip: a tag, or a file (OpenAI's: NAME-quickgelu)
     prompt: str = "A photo of {}"  # what CLIP reads; {} is the class
     tau: float = 0.03  # temperature of CLIP's softmax
     theta: float = 0.3  # classes above this probability become pseudo-positives
