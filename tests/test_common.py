@@ -10,6 +10,9 @@ from sklearn.metrics import average_precision_score, f1_score, precision_score, 
 
 import an
 import common
+import em_apl
+import pu_mlc
+import vlpl
 
 # ---- protocol
 
@@ -126,9 +129,10 @@ def test_precedence_is_default_preset_command_line():
     assert parse("--dataset", "scenes", "--batch-size", "3").batch_size == 3  # hyphens are fine too
 
 
-def test_presets_hold_only_known_settings_that_differ():
-    default = an.Args()
-    for preset in an.PRESETS.values():
+@pytest.mark.parametrize("script", [an, em_apl, pu_mlc, vlpl], ids=lambda script: script.__name__)
+def test_presets_hold_only_known_settings_that_differ(script):
+    default = script.Args()
+    for preset in script.PRESETS.values():
         for name, value in preset.items():
             assert getattr(default, name) != value
 
