@@ -331,7 +331,7 @@ def make_scenes_clip(folder):
 
     how, n_classes = CLIP["scenes"], len(CLASSES)
     batch, steps = n_classes + how["pairs"], how["batches"] * how["passes"]
-    print("training a small CLIP for scenes, once: two or three minutes", file=sys.stderr)
+    print("training a small CLIP for scenes, once: about two minutes", file=sys.stderr)
     images = trange(how["batches"] * batch, desc="drawing captioned scenes", unit="img", leave=False, disable=None)
     pixels, captions = zip(*(captioned_scene(i, batch) for i in images))
     pixels = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)
