@@ -849,8 +849,7 @@ class Run:
         if world() == 1:
             return model
         devices = [self.device] if self.device.type == "cuda" else None
-        # running statistics are each process's own until predict() takes rank 0's: no need to send them in every step
-        return nn.parallel.DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False)
+        return nn.parallel.DistributedDataParallel(model, device_ids=devices)
 
     def embed_features(self, model, data):
         model.eval().body.requires_grad_(False)
@@ -1065,6 +1064,7 @@ class Run:
         if self.board:
             self.board.close()
         if world() > 1:
+            wait_for_all()  # rank 0 has still been writing
             dist.destroy_process_group()
 
     def evaluate(self, model, data):
