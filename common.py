@@ -94,7 +94,7 @@ def parse(args_class, presets, argv=None):
         start = read_run_settings(args_class, earlier)
     else:
         name = Path(first.dataset).name
-        partial = first.known_ratio != "0" and presets.get(f"{name} partial")
+        partial = first.known_ratio.strip("0.") and presets.get(f"{name} partial")  # "0.0" is none either
         start = args_class(dataset=first.dataset, **(partial or presets.get(name, {})))
     args = tyro.cli(args_class, args=argv, default=start, use_underscores=True)
     if earlier:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from conftest import LEARNT, ROOT, SMALL, finish, only_run, start
+from conftest import LEARNT, ROOT, SMALL, TORCHRUN, finish, only_run, start
 
 import common
 import em_apl
@@ -235,9 +235,8 @@ def test_the_label_state_survives_a_kill(squares, workplace):
 
 
 def test_two_processes_select_together(squares, workplace):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     finish(
-        start(*torchrun, ROOT / "em_apl.py", "--dataset", squares, *FLAGS, "--epochs", 4, "--warmup", 2, cwd=workplace)
+        start(*TORCHRUN, ROOT / "em_apl.py", "--dataset", squares, *FLAGS, "--epochs", 4, "--warmup", 2, cwd=workplace)
     )
     z = torch.load(only_run(workplace) / "last.pt", weights_only=True)["z"]
     assert (z == -1).sum(0).tolist() == [2 * int(0.9 * n / 2) for n in (z != 1).sum(0).tolist()]
