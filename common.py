@@ -122,9 +122,10 @@ def parse(args_class, presets, argv=None):
 
 def read_run_settings(args_class, run):
     config = read_json(Path(run) / "config.json", f"{run} is not a run directory")
-    try:
-        return replace(args_class(**config["settings"]), resume="", eval_only="")
-    except (KeyError, TypeError) as problem:
+    try:  # JSON has no tuples
+        settings = {name: tuple(v) if isinstance(v, list) else v for name, v in config["settings"].items()}
+        return replace(args_class(**settings), resume="", eval_only="")
+    except (KeyError, TypeError, AttributeError) as problem:
         die(f"{run} was made by another script or version ({problem})")
 
 
@@ -549,6 +550,7 @@ class Clip:
         """Pixels in 0..1 (B, 3, H, W), squashed to CLIP's input -> unit vectors (B, D)"""
         with torch.autocast(self.device.type, enabled=False):  # its precision is its own
             x = (squash(x, self.size) - self.mean) / self.std
+            x = x.contiguous(memory_format=torch.channels_last)  # convolutions on a CPU are twice as fast on it
             return F.normalize(self.net.encode_image(x.to(self.dtype)).float(), dim=1)
 
     @torch.inference_mode()
@@ -688,8 +690,8 @@ def gather(mine, n):
     return torch.stack(everyone, 1).flatten(0, 1)[:n]
 
 
-def in_batches(rows):
-    return [rows[start : start + EVAL_BATCH] for start in range(0, len(rows), EVAL_BATCH)]
+def in_batches(rows, size=EVAL_BATCH):
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def unwrap(thing):

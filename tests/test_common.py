@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score, f1_score, precision_score, recall_score
 
+import aevlp
 import an
 import common
 import em_apl
@@ -129,7 +130,7 @@ def test_precedence_is_default_preset_command_line():
     assert parse("--dataset", "scenes", "--batch-size", "3").batch_size == 3  # hyphens are fine too
 
 
-@pytest.mark.parametrize("script", [an, em_apl, pu_mlc, vlpl], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", [aevlp, an, em_apl, pu_mlc, vlpl], ids=lambda script: script.__name__)
 def test_presets_hold_only_known_settings_that_differ(script):
     default = script.Args()
     for preset in script.PRESETS.values():
