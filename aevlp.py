@@ -5,13 +5,15 @@
 CLIP looks at every image and at overlapping tiles of it and names positives and negatives; a robust loss weighs them,
 and the labels that CLIP leaves open, by how sure the network is itself.
 
-NOTES: the authors' release never writes a negative pseudo-label, cuts tiles without overlap, skips the softmax of the
-label graph, has no activation after the last GCN layer, compares with the local threshold strictly, lets w and b lag an
-epoch, fixes m at 1.5, 2.9, 1.9 and 31.4, and has nu 0 for VOC, w, b from (0, -2) for CUB and q_neg 1.5. `--no_damp` is
-the GR loss (Chen et al. 2024): no pseudo-labels and no R; R alone is `--zeta_global 2 --delta_neg 0`. A tile that grows
-over the image's border is cut off there. Tiles are cut from the images at `--image_size`. Where several positives are
-known, the local threshold takes the one that CLIP scores highest. Under torchrun R takes its mean over each process's
-share of a batch.
+NOTES: the authors' release never writes a negative pseudo-label (`--delta_neg 0`), cuts tiles without overlap (`--grow
+0`), fixes m at 1.5, 2.9, 1.9 and 31.4 (`--positives`), and has nu 0 for VOC, b from -2 for CUB and q_neg 1.5; it also
+skips the softmax of the label graph, has no activation after the last GCN layer, compares with the local threshold
+strictly and lets w and b lag an epoch. `--no_damp` is the GR loss (Chen et al. 2024): no pseudo-labels and no R; R
+alone is `--zeta_global 2 --delta_neg 0 --refresh_every 99`. A tile that grows over the image's border is cut off there.
+Tiles are cut from the images at `--image_size` with bilinear sampling, the whole image is squashed as everywhere. Where
+several positives are known, the local threshold takes the one that CLIP scores highest. Where a class's cosines to its
+neighbours sum to less than 0, section 4's formula turns their order round; so do we. Precision is that of the labels
+that were not observed. Under torchrun R takes its mean over each process's share of a batch.
 """
 
 import math
@@ -26,7 +28,7 @@ import common
 
 # ---- 1. Settings
 
-VIEWED_AT_ONCE = 4  # images of a CLIP call, each with all its tiles: fills a GPU, and a CPU's caches not by far
+VIEWED_AT_ONCE = 4  # images of a CLIP call, each with all its tiles; 16 take twice as long per image on a CPU
 
 
 @dataclass
@@ -50,7 +52,7 @@ class Args(common.Args):
     k: int = 3  # ... if it is among the k highest of the image
     delta_neg: float = 0.2  # share of the classes, lowest first, that become pseudo-negatives
     graph_u: int = 20  # neighbours of a class in the label graph, itself included
-    graph_e: float = 0.2  # their weight
+    graph_e: float = 0.2  # weight of the others together, before the graph's softmax
     graph_tau: float = 0.3  # smoothness of the label graph
     refresh_every: int = 1  # epochs between two rounds of pseudo-labels
     no_damp: bool = False  # the GR loss alone: no pseudo-labels, eta 0
@@ -105,10 +107,10 @@ def gpr_terms(logits, z, pseudo, w, b, mu, sigma, q_pos, q_neg, lambda1, lambda2
 
 
 def gpr_loss(logits, z, pseudo, w, b, mu, sigma, q_pos, q_neg, lambda1, lambda2, rho, eta, m):
-    """Mean over (B, C) of -log p where z = 1, v [k (1 - p^q_pos) / q_pos + (1 - k)(1 - (1 - p)^q_neg) / q_neg] where
-    pseudo = 0, -v log(1 - p) where it is -1, clip(1 - v, lambda1, lambda2) [-rho log p - (1 - rho) log(1 - p)] where it
-    is 1; plus eta ((mean_n sum_c p - m) / C)^2. k = sigmoid(w p + b) and v = exp(-(p - mu)^2 / (2 sigma^2)) take no
-    gradient"""
+    """Eq. 4: mean over (B, C) of -log p where z = 1, v [k (1 - p^q_pos) / q_pos + (1 - k)(1 - (1 - p)^q_neg) / q_neg]
+    where pseudo = 0, -v log(1 - p) where it is -1, clip(1 - v, lambda1, lambda2) [-rho log p - (1 - rho) log(1 - p)]
+    where it is 1; plus eta ((mean_n sum_c p - m) / C)^2. k = sigmoid(w p + b) and v = exp(-(p - mu)^2 / (2 sigma^2))
+    take no gradient"""
     *terms, R = gpr_terms(logits, z, pseudo, w, b, mu, sigma, q_pos, q_neg, lambda1, lambda2, rho, m)
     return sum(terms) + eta * R
 
@@ -130,7 +132,7 @@ def add_label_noise(text, graph, seed):
     """Section 6.2: unit(GCN(E) + E), the GCN frozen as drawn: three layers d - 2d - 2d - d. -> (C, d)"""
     chance, d, hidden = torch.Generator().manual_seed(seed), text.shape[1], text
     for d_in, d_out in ((d, 2 * d), (2 * d, 2 * d), (2 * d, d)):
-        weights = (2 * torch.rand(d_in, d_out, generator=chance) - 1).to(text.device) / math.sqrt(d_out)
+        weights = (2 * torch.rand(d_in, d_out, generator=chance) - 1).to(text) / math.sqrt(d_out)
         hidden = F.leaky_relu(graph @ hidden @ weights, 0.2)
     return F.normalize(hidden + text, dim=1)
 
@@ -182,7 +184,7 @@ def score_views(run, clip, text, split, rows, epoch, args):
     batches = common.in_batches(rows, VIEWED_AT_ONCE)
     for idx, x in zip(batches, run.pixels(split, batches)):
         views = augment(x, grown[idx], flip[idx], args.grid, clip.size)
-        cosine = clip.encode_image(views.flatten(0, 1)) @ text.T
+        cosine = clip.encode_image(views.flatten(0, 1)).to(text) @ text.T
         scores = (cosine / args.tau).softmax(1).unflatten(0, views.shape[:2])  # (B, 1 + R, C)
         yield idx, views, scores[:, 0], scores[:, 1:]
 
@@ -191,21 +193,26 @@ def damp(run, clip, text, split, epoch, args):
     """Pseudo-labels of all training images from new views -> (N, C) int8; the processes share the work"""
     mine = np.arange(len(split))[common.rank() :: common.world()]
     pseudo = torch.zeros(-(-len(split) // common.world()), split.z.shape[1], dtype=torch.int8, device=run.device)
+    limits = args.nu, args.zeta_global, args.k, args.delta_neg
     done, scored = 0, score_views(run, clip, text, split, mine, epoch, args)
     for idx, _, s_global, s_local in run.progress(scored, "pseudo-labels", total=-(-len(mine) // VIEWED_AT_ONCE)):
-        limits = args.nu, args.zeta_global, args.k, args.delta_neg
         pseudo[done : done + len(idx)] = damp_pseudo_labels(s_global, s_local, split.z[idx], *limits)
         done += len(idx)
     return common.gather(pseudo, len(split))
 
 
-def log_quality(run, split, pseudo):
-    """The supplement's Table 2: how many pseudo-labels there are per image, and how many percent of them are right"""
-    for name, kind, truth in (("positives", 1, 1), ("negatives", -1, 0)):
-        chosen = pseudo == kind
-        run.log(**{f"pseudo_{name}_per_image": chosen.sum() / len(chosen)})
-        if split.y is not None:
-            run.log(**{f"precision_{name}": 100 * (chosen & (split.y == truth)).sum() / chosen.sum()})
+# same as in vlpl.py: quality
+def quality(chosen, right, hidden):
+    """Pseudo-labels against the truth, in percent: precision, and recall among the labels that were not observed"""
+    hits = (chosen & right).sum()
+    return 100 * hits / chosen.sum(), 100 * hits / (right & hidden).sum()
+
+
+def to_be_shown(final, pseudo, k):
+    """The classes that views.png shows: the highest scores, and the lowest of the pseudo-negatives"""
+    order = final.argsort(descending=True, stable=True)
+    top, negatives = order[: max(8, k)], order[pseudo[order] == -1][-10:]
+    return torch.cat([top, negatives[~torch.isin(negatives, top)]]).tolist()
 
 
 def show_views(run, clip, text, data, row, args):
@@ -219,8 +226,8 @@ def show_views(run, clip, text, data, row, args):
     ((idx, views, s_global, s_local),) = score_views(run, clip, text, split, np.array([row]), 1, args)
     z = split.z[idx]
     pseudo = damp_pseudo_labels(s_global, s_local, z, args.nu, args.zeta_global, args.k, args.delta_neg)[0]
-    agg = aggregate(s_global, s_local, z, args.nu)
-    final = ((s_global + agg) / 2)[0]
+    together = aggregate(s_global, s_local, z, args.nu)[0]
+    final, average = (s_global[0] + together) / 2, (s_global[0] + s_local[0].mean(0)) / 2
     pixels = split.images[split.rows[idx]][0].numpy()
     grown = draw_views(len(split), g, args.grow, args.seed, 1)[0][idx]
 
@@ -239,18 +246,16 @@ def show_views(run, clip, text, data, row, args):
         axis.axis("off")
     middle.suptitle("what CLIP sees of its tiles, and says first", fontsize=9)
     bars = right.subplots()
-    shown = final.argsort(descending=True, stable=True)[: max(8, args.k)]
-    shown = torch.cat([shown, (pseudo == -1).nonzero().flatten().to(shown.device)]).unique(sorted=False)
-    shown = shown[final[shown].argsort(descending=True, stable=True)][:30].tolist()
-    series = {"whole image": s_global[0], "tiles together": agg[0], "mean, which decides": final}
-    for shift, (name, scores) in zip((-0.27, 0, 0.27), series.items()):
-        bars.barh([place + shift for place in range(len(shown))], scores[shown].tolist(), height=0.25, label=name)
+    shown = to_be_shown(final, pseudo, args.k)
+    series = {"whole image": s_global[0], "tiles together": together, "decides +": final, "decides −": average}
+    for shift, (name, scores) in zip((-0.3, -0.1, 0.1, 0.3), series.items()):
+        bars.barh([place + shift for place in range(len(shown))], scores[shown].tolist(), height=0.18, label=name)
     names = {1: "+", -1: "−", 0: ""}
     true = lambda c: "" if split.y is None else " (there)" if split.y[row, c] else ""
     mark = lambda c: "observed" if z[0, c] == 1 else names[pseudo[c].item()]
     bars.set_yticks(range(len(shown)), [f"{mark(c)} {data.classes[c]}{true(c)}" for c in shown], fontsize=8)
     bars.axvline(args.zeta_global, color="grey", linestyle=":", linewidth=1, label="zeta_global")
-    bars.set(xlim=(0, 1), title="scores; + and − became pseudo-labels")
+    bars.set(xlim=(0, None), title="scores; + and − became pseudo-labels")
     bars.invert_yaxis()
     bars.legend(frameon=False, fontsize=8)
     with common.replacing(run.directory / "views.png") as temporary:
@@ -264,12 +269,14 @@ if __name__ == "__main__":
     args = common.parse(Args, PRESETS)
     if not (args.tau > 0 and args.graph_tau > 0 and min(args.sigma) > 0 and min(args.q_pos, args.q_neg) > 0):
         common.die("--tau, --graph_tau, --sigma, --q_pos and --q_neg must be above 0")
-    if not (0 <= args.delta_neg <= 1 and 0 <= args.rho <= 1 and 0 <= args.graph_e <= 1 and args.grow >= 0):
-        common.die("--delta_neg, --rho and --graph_e are between 0 and 1; --grow is at least 0")
-    if not 0 <= args.lambda1 <= args.lambda2:
-        common.die("--lambda1 must be at least 0 and at most --lambda2")
+    if not (0 <= args.delta_neg <= 1 and 0 <= args.rho <= 1 and 0 <= args.graph_e < 1):
+        common.die("--delta_neg and --rho are between 0 and 1, --graph_e is at least 0 and below 1")
+    if not (0 <= args.lambda1 <= args.lambda2 and min(args.nu, args.eta, args.positives, args.grow) >= 0):
+        common.die("--nu, --eta, --positives, --grow and --lambda1 must be at least 0, --lambda1 at most --lambda2")
     if not (args.grid >= 1 and args.refresh_every >= 1 and args.graph_u >= 1 and args.k >= 0 and args.head_lr > 0):
         common.die("--grid, --refresh_every and --graph_u must be at least 1, --k at least 0, --head_lr above 0")
+    if args.no_damp and args.show_views >= 0:
+        common.die("--show_views shows what --no_damp leaves out: drop one of them")
     run = common.Run(args, __file__)
     data = common.load(args, run.device)
     if not -1 <= args.show_views < len(data.train):
@@ -277,19 +284,22 @@ if __name__ == "__main__":
     texts = [] if args.no_damp else common.prompts(args.prompt, data.classes)  # new vs an.py
     idle = args.no_damp or (args.eval_only and args.show_views < 0)
     clip = None if idle else common.Clip(args, run.device)  # new vs an.py
-    m, eta = args.positives, 0.0 if args.no_damp else args.eta
-    if eta and not m and data.val is None:
+    eta = 0.0 if args.no_damp else args.eta
+    if eta and not args.positives and data.val is None:
         common.die("without validation labels say how many --positives an image has, or --eta 0")
-    m = m or (data.val.y.sum(1).float().mean().item() if data.val else 0.0)  # new vs an.py
+    m = args.positives or (data.val.y.sum(1).float().mean().item() if data.val else 0.0)  # new vs an.py
     model = run.prepare(common.Classifier(args, len(data.classes)), data)
+    # new vs an.py: the head has a learning rate of its own
     head = list(common.unwrap(model).head.parameters())
     body = [w for w in common.unwrap(model).body.parameters() if w.requires_grad]
     groups = [dict(params=body), dict(params=head, lr=args.lr * args.head_lr)]
     optimizer = torch.optim.Adam([group for group in groups if group["params"]], lr=args.lr)
 
     pseudo_all = torch.zeros(data.train.z.shape, dtype=torch.int8, device=run.device)  # new vs an.py
-    if clip:
-        text = torch.from_numpy(np.array(run.embed_texts(clip, texts))).to(run.device)  # (C, D), not unit vectors
+    if clip:  # new vs an.py: text and graph are computed once
+        text = torch.from_numpy(run.embed_texts(clip, texts).astype(np.float64)).to(
+            run.device
+        )  # (C, D), no unit vectors
         graph = label_graph(text, min(args.graph_u, len(text)), args.graph_e, args.graph_tau)
         text = add_label_noise(text, graph, args.seed)
         if args.show_views >= 0 and common.rank() == 0:
@@ -307,9 +317,16 @@ if __name__ == "__main__":
             loss = sum(terms) + eta * R
             run.step(loss, optimizer)
             positive, unknown, pseudo_negative, pseudo_positive = terms
-            run.log(loss=loss, loss_positive=positive, loss_unknown=unknown, loss_R=R)
+            run.log(loss=loss, loss_positive=positive, loss_unknown=unknown)
             run.log(loss_pseudo_negative=pseudo_negative, loss_pseudo_positive=pseudo_positive)
+            if eta:
+                run.log(loss_R=R)
         run.log(schedule_w=w, schedule_b=b, schedule_mu=mu, schedule_sigma=sigma)
         if clip:
-            log_quality(run, data.train, pseudo_all)
+            chosen, refused, hidden = pseudo_all == 1, pseudo_all == -1, data.train.z == 0
+            run.log(positives_per_image=chosen.sum() / len(chosen), negatives_per_image=refused.sum() / len(chosen))
+            if data.train.y is not None:
+                precision, recall = quality(chosen, data.train.y == 1, hidden)
+                run.log(pseudo_precision=precision, pseudo_recall=recall)
+                run.log(pseudo_negatives_correct=quality(refused, data.train.y == 0, hidden)[0])
         run.evaluate(model, data)

@@ -113,6 +113,10 @@ def parse(args_class, presets, argv=None):
     }.items():
         if not least <= getattr(args, name) < 2**31:
             die(f"--{name} must be at least {least} and below 2^31, not {getattr(args, name)}")
+    for name, value in vars(args).items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+            die(f"--{name} must be a finite number, not {value}")
     if not args.lr > 0:
         die(f"--lr must be above 0, not {args.lr}")
     if not 0 <= args.known_ratio <= 1:
@@ -237,6 +241,26 @@ class Images:
             except UNREADABLE as problem:
                 return f"{path} can't be read: {problem}"
         return torch.from_numpy(batch)
+
+
+class Views:
+    """images[rows] beside a second, random view of each: uint8 (B, 2, size, size, 3). The view of an image is drawn
+    from (seed, epoch, row), in whatever process."""
+
+    def __init__(self, images, view, seed, epoch):
+        self.images, self.view, self.seed, self.epoch = images, view, seed, epoch
+
+    def __getitem__(self, rows):
+        batch = self.images[rows]
+        if isinstance(batch, str):
+            return batch
+        with torch.random.fork_rng(devices=[]):
+            views = []
+            for row, pixels in zip(rows, batch):
+                state = np.random.SeedSequence([self.seed, self.epoch, int(row)]).generate_state(1, np.uint64)
+                torch.manual_seed(int(state[0]) >> 1)
+                views.append(self.view(pixels))
+        return torch.stack([batch, torch.stack(views)], 1)
 
 
 @dataclass
@@ -716,8 +740,9 @@ class Run:
 
     stopping = False  # by Ctrl-C
 
-    def __init__(self, args, script):
+    def __init__(self, args, script, stages=1):
         self.args, self.script, self.method = args, script, Path(script).stem
+        self.stages, self.stage, self.stage_began = stages, 1, 1  # each is up to args.epochs long, and has its patience
         self.device = self.join_processes(args.device)
         self.dtype = self.choose_precision(args.amp)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
@@ -834,8 +859,9 @@ class Run:
 
     # -- model and batches
 
-    def prepare(self, model, data):
-        """The model on its device, ready to train; with --linear also the data, embedded by its frozen backbone."""
+    def prepare(self, model, data, unused=False):
+        """The model on its device, ready to train; with --linear also the data, embedded by its frozen backbone.
+        `unused` says that some weights take no part in some steps."""
         self.data = data
         if not data.val and rank() == 0:
             print("no fully labelled validation images: the last epoch is kept, what needs true labels is left blank")
@@ -851,7 +877,7 @@ class Run:
         if world() == 1:
             return model
         devices = [self.device] if self.device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(model, device_ids=devices)
+        return nn.parallel.DistributedDataParallel(model, device_ids=devices, find_unused_parameters=unused)
 
     def embed_features(self, model, data):
         model.eval().body.requires_grad_(False)
@@ -915,21 +941,22 @@ class Run:
         wait_for_all()
         return np.load(whole, mmap_mode="r", allow_pickle=False)
 
-    def pixels(self, split, batches):
+    def pixels(self, split, batches, view=None):
         """Batches of a split's images on the device: float (B, 3, H, W) in 0..1, channels last. `batches` are arrays of
-        rows of the split, read ahead by worker processes."""
+        rows of the split, read ahead by worker processes. With `view`, (B, 2, 3, H, W): each beside its view."""
         cuda, workers = self.device.type == "cuda", self.args.workers
         if workers < 0:
-            workers = (2 if cuda else 0) if split.images.cached else min(8, os.cpu_count() or 1)
+            workers = (2 if cuda else 0) if split.images.cached and not view else min(8, os.cpu_count() or 1)
         more = {"num_workers": workers, "pin_memory": cuda, "worker_init_fn": ignore_ctrl_c}
-        for batch in DataLoader(split.images, sampler=[split.rows[idx] for idx in batches], batch_size=None, **more):
+        images = Views(split.images, view, self.args.seed, self.epoch) if view else split.images
+        for batch in DataLoader(images, sampler=[split.rows[idx] for idx in batches], batch_size=None, **more):
             if self.stopping:
                 self.stop()
             if isinstance(batch, str):
                 die(batch)
-            yield batch.to(self.device, non_blocking=True).permute(0, 3, 1, 2).float() / 255
+            yield batch.to(self.device, non_blocking=True).movedim(-1, -3).float() / 255
 
-    def inputs(self, split, batches, flips=None):
+    def inputs(self, split, batches, flips=None, view=None):
         """What the model takes: pixels, flipped where `flips` says so; with --linear their features (B, D)."""
         flips = flips or [None] * len(batches)
         if split.features:
@@ -940,15 +967,16 @@ class Run:
                     self.stop()
                 yield torch.from_numpy(rows).to(self.device, non_blocking=True)
             return
-        for x, flip in zip(self.pixels(split, batches), flips):
+        for x, flip in zip(self.pixels(split, batches, view), flips):
             if flip is not None:
                 flip = torch.from_numpy(flip).to(self.device, non_blocking=True)
-                x = torch.where(flip.view(-1, 1, 1, 1), x.flip(3), x)
+                x = torch.where(flip.view(-1, *[1] * (x.ndim - 1)), x.flip(-1), x)
             yield x
 
-    def batches(self, split, least=1):
+    def batches(self, split, least=1, view=None):
         """One epoch of (x, z, idx), this process's share of every batch; order and flips come from (seed, epoch). A
-        last batch of which a process would get fewer than `least` images is left out."""
+        last batch of which a process would get fewer than `least` images is left out. With `view`, a random function
+        of one image's uint8 pixels, x is (B, 2, 3, H, W): every image beside its view."""
         n, size = len(split), self.args.batch_size
         chance = torch.Generator().manual_seed(self.args.seed * 10007 + self.epoch)
         order = torch.randperm(n, generator=chance).numpy()
@@ -958,9 +986,9 @@ class Run:
         if self.args.max_steps:
             spans = spans[: self.args.max_steps - self.steps]
         shares = [slice(start + rank(), stop, world()) for start, stop in spans]
-        inputs = self.inputs(split, [order[share] for share in shares], [flips[share] for share in shares])
+        inputs = self.inputs(split, [order[share] for share in shares], [flips[share] for share in shares], view)
         self.seen, self.started = sum(stop - start for start, stop in spans), time.perf_counter()
-        bar = self.progress(inputs, f"epoch {self.epoch}/{self.args.epochs}", total=len(spans))
+        bar = self.progress(inputs, f"epoch {self.epoch}/{self.stages * self.args.epochs}", total=len(spans))
         order = torch.from_numpy(order).to(self.device)
         for (start, stop), share, x in zip(spans, shares, bar):
             self.idx, self.weight = order[share], len(x) * world() / (stop - start)
@@ -992,7 +1020,8 @@ class Run:
     def log(self, **values):
         """Values of a step, whose mean goes into the epoch's row, or of the epoch. Doesn't wait for the device."""
         for name, value in values.items():
-            self.logged.setdefault(name, []).append(value.detach() if torch.is_tensor(value) else torch.tensor(value))
+            value = value.detach() if torch.is_tensor(value) else torch.tensor(value, device=self.device)
+            self.logged.setdefault(name, []).append(value)
 
     def fact(self, name, values):
         """Numbers that hold for the whole run: printed now, kept in result.json"""
@@ -1060,7 +1089,7 @@ class Run:
                 if isinstance(thing, nn.Module):
                     thing.train()
             yield self.epoch
-            self.finished = self.finished or self.epoch >= self.args.epochs
+            self.finished = self.finished or self.epoch >= self.stages * self.args.epochs
         if rank() == 0 and not self.args.eval_only:
             self.report()
         if self.board:
@@ -1069,16 +1098,25 @@ class Run:
             wait_for_all()  # rank 0 has still been writing
             dist.destroy_process_group()
 
-    def evaluate(self, model, data):
-        """Ends an epoch: validation mAP, test mAP where it is to be reported, a row of metrics, checkpoints."""
+    def evaluate(self, model, data, **others):
+        """Ends an epoch: validation mAP, test mAP where it is to be reported, a row of metrics, checkpoints. `others`
+        are models too, averages of weights: the one that is best on validation counts."""
         self.check_losses()
         row = {"epoch": self.epoch, **self.mean_logs()}
         images_per_s = self.seen / (time.perf_counter() - self.started)
-        row["val_mAP"] = self.measure(model, data.val)["mAP"]
+        models = {"raw": model, **others}
+        mAP = {name: self.measure(each, data.val)["mAP"] for name, each in models.items()}
+        best = max(mAP, key=mAP.get)
+        model, row["val_mAP"] = models[best], mAP[best]
+        row |= {f"mAP_{name}": mAP[name] for name in models if others}
         better = data.val is None or row["val_mAP"] > self.best["val_mAP"]  # without validation the last is kept
-        out_of_patience = not better and 0 <= self.args.patience < self.epoch - self.best["epoch"]
+        waited = self.epoch - max(self.best["epoch"], self.stage_began - 1)
+        out_of_patience = not better and 0 <= self.args.patience < waited
+        stage_over = self.epoch - self.stage_began + 1 >= self.args.epochs or out_of_patience
         out_of_steps = 0 < self.args.max_steps <= self.steps
-        self.finished = self.epoch >= self.args.epochs or out_of_patience or out_of_steps
+        self.finished = out_of_steps or (stage_over and self.stage == self.stages)
+        if stage_over and not self.finished:
+            self.stage, self.stage_began = self.stage + 1, self.epoch + 1
         test = self.measure(model, data.test if self.finished or (better and data.val) else None)
         row["test_mAP"] = test["mAP"]
         if better:
@@ -1097,7 +1135,10 @@ class Run:
         shown = [name for name in row if name not in ("epoch", "seconds", "images_per_s") and not math.isnan(row[name])]
         values = "  ".join(f"{name} {row[name]:{'.2f' if 'mAP' in name else '.4g'}}" for name in shown)
         speed = f"{row['seconds']:.1f} s  {row['images_per_s']:.0f} img/s"
-        print(f"epoch {self.epoch:>2}/{self.args.epochs}  {values}{' *' if better else ''}  {speed}", flush=True)
+        print(
+            f"epoch {self.epoch:>2}/{self.stages * self.args.epochs}  {values}{' *' if better else ''}  {speed}",
+            flush=True,
+        )
 
     # -- what a run leaves
 
@@ -1105,7 +1146,7 @@ class Run:
         if better:
             weights = unwrap(model).state_dict()  # the one that was measured: an average of weights, maybe
             self.write_tensors("best.pt", {"model": weights, "classes": self.data.classes, **self.best})
-        names = ("epoch", "steps", "finished", "rows", "best")
+        names = ("epoch", "stage", "stage_began", "steps", "finished", "rows", "best")
         last = {"run": {name: getattr(self, name) for name in names}, "scaler": self.scaler.state_dict()}
         for name, thing in self.state.items():
             last[name] = thing if torch.is_tensor(thing) else unwrap(thing).state_dict()
