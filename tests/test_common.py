@@ -12,6 +12,7 @@ import aevlp
 import an
 import common
 import em_apl
+import lac
 import pu_mlc
 import vlpl
 
@@ -130,7 +131,7 @@ def test_precedence_is_default_preset_command_line():
     assert parse("--dataset", "scenes", "--batch-size", "3").batch_size == 3  # hyphens are fine too
 
 
-@pytest.mark.parametrize("script", [aevlp, an, em_apl, pu_mlc, vlpl], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", [aevlp, an, em_apl, lac, pu_mlc, vlpl], ids=lambda script: script.__name__)
 def test_presets_hold_only_known_settings_that_differ(script):
     default = script.Args()
     for preset in script.PRESETS.values():

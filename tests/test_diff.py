@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 
 # script: (trunk lines it may leave out, lines it may add) in the training part
-METHODS = {"em_apl.py": (8, 45), "vlpl.py": (8, 45), "pu_mlc.py": (11, 48), "aevlp.py": (8, 66)}
+METHODS = {"em_apl.py": (8, 45), "vlpl.py": (8, 45), "pu_mlc.py": (11, 48), "aevlp.py": (8, 66), "lac.py": (13, 80)}
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -1,0 +1,555 @@
+import csv
+import json
+import math
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import (
+    LEARNT,
+    ROOT,
+    SMALL,
+    TORCHRUN,
+    assert_a_kill_changes_nothing,
+    assert_same_run,
+    finish,
+    only_run,
+    start,
+)
+from PIL import Image
+from torch import nn
+
+import common
+import lac
+
+# ---- losses
+
+
+def slow_plc(logits, p_weak, z, delta):
+    """Eq. 4, label by label"""
+    total = 0.0
+    for row in range(len(logits)):
+        for c in range(len(logits[0])):
+            p = 1 / (1 + math.exp(-logits[row][c]))
+            if z[row][c] != 1 and p_weak[row][c] >= delta:
+                total -= math.log(p)
+            if z[row][c] != 1 and p_weak[row][c] <= 1 - delta:
+                total -= math.log(1 - p)
+    return total / len(logits)
+
+
+@pytest.mark.parametrize("delta", [0.5, 0.6, 0.9])
+def test_plc_against_eq_4(delta):
+    chance = torch.Generator().manual_seed(1)
+    logits = 3 * torch.randn(7, 5, generator=chance, dtype=torch.float64)
+    p_weak = torch.rand(7, 5, generator=chance, dtype=torch.float64)
+    p_weak[0, 0], p_weak[1, 1] = delta, 1 - delta  # reached by equality
+    z = F.one_hot(torch.tensor([1, 0, 2, 4, 4, 3, 0]), 5)
+    z[6] = 0
+    expected = slow_plc(logits.tolist(), p_weak.tolist(), z.tolist(), delta)
+    for dtype in (torch.uint8, torch.float32):
+        assert lac.plc_loss(logits, p_weak, z.to(dtype), delta).item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_plc_by_hand():
+    """One image, p_strong = 1/2: the observed class and the unsure one cost nothing"""
+    loss = lac.plc_loss(torch.zeros(1, 4), torch.tensor([[0.95, 0.95, 0.5, 0.05]]), torch.tensor([[1, 0, 0, 0]]), 0.9)
+    assert loss.item() == pytest.approx(2 * math.log(2))
+
+
+def test_plc_takes_no_gradient_through_the_weak_view():
+    logits, p_weak = torch.randn(2, 3, requires_grad=True), torch.rand(2, 3, requires_grad=True)
+    lac.plc_loss(logits, p_weak, torch.zeros(2, 3), 0.6).backward()
+    assert p_weak.grad is None
+    assert logits.grad.isfinite().all()
+
+
+def test_an_is_a_sum_over_classes():
+    loss = lac.an_loss(torch.zeros(3, 4), F.one_hot(torch.tensor([0, 1, 2]), 4))
+    assert loss.item() == pytest.approx(4 * math.log(2))
+
+
+def test_extreme_logits_stay_finite():
+    logits = torch.tensor([[-100.0, 100.0, 100.0, -100.0]], requires_grad=True)
+    loss = lac.an_loss(logits, torch.tensor([[1, 1, 0, 0]]))
+    loss = loss + lac.plc_loss(logits, torch.tensor([[1.0, 0.0, 0.0, 1.0]]), torch.zeros(1, 4), 0.9)
+    loss.backward()
+    assert loss.isfinite()
+    assert logits.grad.isfinite().all()
+
+
+def slow_lac(a, class_a, b, class_b, tau, denominator):
+    """Eq. 5 to 7, pair by pair; divided by the number of anchors"""
+    total = 0.0
+    similar = lambda x, y: math.exp(sum(p * q for p, q in zip(x, y)) / tau)
+    for x, own in zip(a, class_a):
+        positives = [y for y, c in zip(b, class_b) if c == own]
+        negatives = [y for y, c in zip(b, class_b) if c != own]
+        below = negatives if denominator == "inter" else b
+        if not below:
+            continue
+        terms = [-math.log(similar(x, y) / sum(similar(x, t) for t in below)) for y in positives]
+        total += sum(terms) if denominator == "inter" else sum(terms) / max(1, len(terms))
+    return total / len(a)
+
+
+def embeddings(n, classes, seed):
+    chance = torch.Generator().manual_seed(seed)
+    embed = F.normalize(torch.randn(n, 6, generator=chance, dtype=torch.float64), dim=1)
+    return embed, torch.randint(0, classes, (n,), generator=chance)
+
+
+@pytest.mark.parametrize("denominator", ["inter", "all"])
+@pytest.mark.parametrize(("n", "m", "classes"), [(5, 9, 3), (12, 4, 6), (1, 1, 1), (6, 6, 1), (4, 7, 50)])
+def test_lac_against_eq_7(n, m, classes, denominator):
+    (a, class_a), (b, class_b) = embeddings(n, classes, n), embeddings(m, classes, 99 + m)
+    got = lac.lac_loss(a, class_a, b, class_b, 0.5, denominator)
+    expected = slow_lac(a.tolist(), class_a.tolist(), b.tolist(), class_b.tolist(), 0.5, denominator)
+    assert got.item() == pytest.approx(expected, abs=1e-10)
+
+
+def test_lac_by_hand():
+    """One anchor on its partner, at right angles to one of another class, tau 1: -log(e / 1) = -1"""
+    a, b = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    assert lac.lac_loss(a, torch.tensor([0]), b, torch.tensor([0, 1]), 1.0).item() == pytest.approx(-1)
+    both = lac.lac_loss(a, torch.tensor([0]), b, torch.tensor([0, 1]), 1.0, "all")
+    assert both.item() == pytest.approx(math.log(math.e + 1) - 1)
+
+
+@pytest.mark.parametrize("denominator", ["inter", "all"])
+def test_lac_of_nothing_is_0(denominator):
+    (a, class_a), nothing = embeddings(3, 2, 0), torch.zeros(0, 6, dtype=torch.float64, requires_grad=True)
+    none = torch.zeros(0, dtype=torch.int64)
+    a.requires_grad_()
+    for sides in ((a, class_a, nothing, none), (nothing, none, a, class_a), (nothing, none, nothing, none)):
+        loss = lac.lac_loss(*sides, 0.5, denominator)
+        loss.backward()
+        assert loss.item() == 0
+    assert not a.grad.any()
+
+
+@pytest.mark.parametrize("denominator", ["inter", "all"])
+def test_lac_gradient_reaches_both_sides(denominator):
+    (a, class_a), (b, class_b) = embeddings(5, 3, 1), embeddings(7, 3, 2)
+    class_b[class_b == class_a[0]] = 2 if class_a[0] != 2 else 1  # the first anchor has no partner
+    loss = lambda x, y: lac.lac_loss(x, class_a, y, class_b, 0.5, denominator)
+    assert torch.autograd.gradcheck(loss, (a.requires_grad_(), b.requires_grad_()))
+
+
+@pytest.mark.parametrize("denominator", ["inter", "all"])
+def test_lac_without_negatives_has_a_finite_gradient(denominator):
+    (a, _), (b, _) = embeddings(3, 1, 1), embeddings(4, 1, 2)
+    a.requires_grad_()
+    lac.lac_loss(a, torch.zeros(3), b, torch.zeros(4), 0.5, denominator).backward()
+    assert a.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("denominator", ["inter", "all"])
+def test_anchors_in_portions_are_the_same_loss(monkeypatch, denominator):
+    (a, class_a), (b, class_b) = embeddings(23, 4, 1), embeddings(9, 4, 2)
+    losses, slopes = [], []
+    for at_once in (100, 5):
+        monkeypatch.setattr(lac, "ANCHORS_AT_ONCE", at_once)
+        x, y = a.clone().requires_grad_(), b.clone().requires_grad_()
+        loss = lac.lac_loss(x, class_a, y, class_b, 0.5, denominator)
+        loss.backward()
+        losses.append(loss.detach())
+        slopes.append(torch.cat([x.grad, y.grad]))
+    assert torch.allclose(*losses)
+    assert torch.allclose(*slopes)
+
+
+def test_lac_takes_a_batch_of_cub():
+    """All 32 x 312 labels are anchors: the matrix of all pairs would have 180 million entries"""
+    (a, class_a), (b, class_b) = embeddings(32 * 312, 312, 0), embeddings(32 * 312 + 512, 312, 1)
+    a, b = a.float().requires_grad_(), b.float()
+    before = memory()
+    lac.lac_loss(a, class_a, b, class_b, 0.5).backward()
+    assert a.grad.isfinite().all()
+    assert memory() - before < 400e6  # bytes; the matrix alone would take 420 MB, with its gradient and mask 1 GB
+
+
+def memory():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+
+
+# ---- queue
+
+
+def test_the_queue_wraps_around():
+    queue, classes, end = torch.zeros(5, 1), torch.full((5,), -1), torch.zeros((), dtype=torch.int64)
+    push = lambda *values: lac.enqueue(queue, classes, end, torch.tensor(values)[:, None].float(), torch.tensor(values))
+    push(1, 2, 3)
+    assert classes.tolist() == [1, 2, 3, -1, -1]
+    push(4, 5, 6)
+    assert classes.tolist() == [6, 2, 3, 4, 5]
+    assert queue.flatten().tolist() == [6, 2, 3, 4, 5]
+    assert end.item() == 1
+    lac.enqueue(queue, classes, end, torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64))
+    assert classes.tolist() == [6, 2, 3, 4, 5]
+    push(7, 8, 9, 10, 11, 12, 13)  # more than it holds: the last five stay
+    assert sorted(classes.tolist()) == [9, 10, 11, 12, 13]
+    push(14)
+    assert sorted(classes.tolist()) == [10, 11, 12, 13, 14]  # and the oldest goes first
+
+
+def test_a_queue_of_0_takes_nothing():
+    queue, classes, end = torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+    lac.enqueue(queue, classes, end, torch.ones(3, 1), torch.ones(3, dtype=torch.int64))
+    assert len(queue) == 0
+
+
+# ---- model
+
+
+def arguments(*words):
+    small = ("--dim", "16", "--ffn", "32", "--project_dim", "8")
+    return common.parse(lac.Args, lac.PRESETS, ["--dataset", "voc", *SMALL, *small, *words])
+
+
+def test_the_model_computes_what_the_paper_says():
+    """The whole decoder again, head by head, with the model's own weights"""
+    torch.manual_seed(0)
+    model = lac.make_model(arguments(), 5).eval()
+    x = torch.rand(2, 3, 32, 32)
+    fmap = model.shrink(model.feature_map(x))
+    memory = fmap.flatten(2).transpose(1, 2)
+    where = lac.sine_positions(*fmap.shape[2:], 16, "cpu")
+
+    def attend(block, query, key, value):
+        q, k, v = (
+            F.linear(t, w, b).unflatten(-1, (4, 4)).transpose(1, 2)
+            for t, w, b in zip(
+                (query, key, value), block.attend.in_proj_weight.chunk(3), block.attend.in_proj_bias.chunk(3)
+            )
+        )
+        weights = (q @ k.transpose(2, 3) / 2).softmax(3)  # sqrt(4)
+        return block.attend.out_proj((weights @ v).transpose(1, 2).flatten(2)), weights.mean(1)
+
+    def finish_block(block, x, new):
+        x = block.norm1(x + new)
+        return block.norm2(x + block.ffn(x))
+
+    memory = finish_block(model.encoder, memory, attend(model.encoder, memory + where, memory + where, memory)[0])
+    queries = model.queries.expand(2, -1, -1)
+    new, looks = attend(model.decoder[0], queries, memory + where, memory)
+    f = finish_block(model.decoder[0], queries, new)
+    logits = torch.stack([f[:, c] @ model.weight[c] + model.bias[c] for c in range(5)], 1)
+    assert torch.allclose(model(x), logits, atol=1e-5)
+    got, projected = model(x, project=True)
+    assert torch.allclose(got, logits, atol=1e-5)
+    assert torch.allclose(projected.norm(dim=2), torch.ones(2, 5), atol=1e-5)
+    assert torch.allclose(projected, F.normalize(model.project(f), dim=2), atol=1e-5)
+    maps = model.embeddings(x, weights=True)[1]
+    assert torch.allclose(maps.flatten(2), looks, atol=1e-5)
+    assert torch.allclose(maps.sum((2, 3)), torch.ones(2, 5), atol=1e-5)
+
+
+def test_positions_tell_rows_from_columns():
+    where = lac.sine_positions(3, 5, 16, "cpu").view(3, 5, 16)
+    assert torch.equal(where[1, 0, :8], where[1, 4, :8])  # the first half is the row's
+    assert torch.equal(where[0, 2, 8:], where[2, 2, 8:])
+    assert len({tuple(v.tolist()) for v in where.flatten(0, 1)}) == 15
+    assert where[0, 0, 0].item() == pytest.approx(math.sin(2 * math.pi / 3), abs=1e-6)
+    assert where[0, 0, 9].item() == pytest.approx(math.cos(2 * math.pi / 5), abs=1e-6)
+
+
+@pytest.mark.parametrize("backbone", ["resnet18", "tf_efficientnet_lite0", "test_convnext"])
+def test_backbones_that_give_a_map(backbone):
+    model = lac.make_model(arguments("--backbone", backbone, "--image_size", "64"), 3).eval()
+    assert model(torch.rand(1, 3, 64, 64)).shape == (1, 3)
+    size = model.feature_map(torch.rand(1, 3, 64, 64)).shape
+    assert size[1] == model.width
+    assert min(size[2:]) >= 2
+
+
+def test_a_backbone_without_a_map_gives_one_sentence():
+    model = lac.make_model(arguments("--backbone", "test_vit", "--image_size", "160"), 3).eval()
+    with pytest.raises(SystemExit, match="gives no map"):
+        model(torch.rand(1, 3, 160, 160))
+
+
+def test_the_papers_size():
+    args = common.parse(lac.Args, lac.PRESETS, ["--dataset", "coco", "--weights", "none"])
+    with torch.device("meta"):
+        model = lac.make_model(args, 80)
+    assert isinstance(model.shrink, nn.Identity)  # 2048 channels, as they come
+    assert model.queries.shape == model.weight.shape == (80, 2048)
+    assert model.encoder.ffn[0].out_features == 8192
+    assert model.encoder.attend.num_heads == 4
+    assert [layer.out_features for layer in model.project[::2]] == [2048, 128]
+    assert (args.epochs, args.batch_size, args.lr, args.weight_decay, args.ema) == (40, 32, 1e-4, 0.01, 0.9997)
+    assert (args.delta, args.tau, args.queue, args.dropout, args.decoder_layers) == ((0.6, 0.9), 0.5, 512, 0.1, 1)
+
+
+def test_pretrained_first_layers_and_norms_stay_as_they_are(tmp_path, squares, workplace, script):
+    import torchvision
+
+    body = torchvision.models.resnet18()
+    torch.save(body.state_dict(), tmp_path / "weights.pth")
+    flags = ("--dataset", squares, *SMALL, "--backbone", "resnet18", "--weights", tmp_path / "weights.pth")
+    script("lac.py", *flags, "--dim", 16, "--ffn", 32, "--epochs", 1, "--max_steps", 4, "--no_lac")
+    after = torch.load(only_run(workplace) / "last.pt", weights_only=True)["model"]
+    for name, before in body.state_dict().items():
+        if name.startswith("fc"):
+            continue
+        still = "bn" in name or "downsample.1" in name or name.startswith(("conv1", "layer1"))
+        assert torch.equal(after[f"body.{name}"], before) == still, name
+
+
+def test_freeze_backbone_trains_the_rest(tmp_path, squares, workplace, script):
+    import torchvision
+
+    body = torchvision.models.resnet18()
+    torch.save(body.state_dict(), tmp_path / "weights.pth")
+    flags = ("--dataset", squares, *SMALL, "--backbone", "resnet18", "--weights", tmp_path / "weights.pth")
+    script("lac.py", *flags, "--dim", 16, "--ffn", 32, "--epochs", 1, "--max_steps", 2, "--no_lac", "--freeze_backbone")
+    after = torch.load(only_run(workplace) / "last.pt", weights_only=True)["model"]
+    for name, before in body.state_dict().items():
+        assert name.startswith("fc") or torch.equal(after[f"body.{name}"], before), name
+
+
+def test_random_first_layers_learn():
+    model = lac.make_model(arguments(), 3).train()
+    assert all(weight.requires_grad for weight in model.parameters())
+    assert all(module.training for module in model.modules())
+
+
+# ---- views
+
+
+def test_the_strong_view_is_distorted_and_cut():
+    grey = torch.full((40, 40, 3), 200, dtype=torch.uint8)
+    for seed in range(10):
+        torch.manual_seed(seed)
+        view = lac.strong_view(grey)
+        assert view.shape == grey.shape
+        assert view.dtype == torch.uint8
+        hole = (view == torch.tensor([124, 116, 104])).all(2)
+        assert hole.sum() == 400  # half a side: a quarter of the image
+        rows, columns = hole.any(1).sum(), hole.any(0).sum()
+        assert (rows, columns) == (20, 20)
+
+
+def test_views_follow_seed_epoch_and_image(squares):
+    data = common.load(arguments("--dataset", squares))
+    rows = data.train.rows[:6]
+    views = lambda seed, epoch, order: common.Views(data.train.images, lac.strong_view, seed, epoch)[order]
+    first, again = views(0, 1, rows), views(0, 1, rows[::-1])
+    assert first.shape == (6, 2, 32, 32, 3)
+    assert torch.equal(first[:, 0], data.train.images[rows])  # the plain one, of the same decoding
+    assert torch.equal(first, again.flip(0))  # whatever the order
+    assert not torch.equal(first[:, 1], views(0, 2, rows)[:, 1])
+    assert not torch.equal(first[:, 1], views(1, 1, rows)[:, 1])
+
+
+def test_views_leave_the_random_state_alone(squares):
+    data = common.load(arguments("--dataset", squares))
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    common.Views(data.train.images, lac.strong_view, 0, 1)[data.train.rows[:2]]
+    assert torch.equal(torch.rand(3), expected)
+
+
+# ---- runs
+
+SIZE = ("--dim", "16", "--ffn", "32", "--project_dim", "8", "--ema", "0.9", "--queue", "30", "--delta", "0.6", "0.6")
+
+
+def rows(run):
+    with open(run / "metrics.csv") as file:
+        return [{name: float(value or "nan") for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+def test_both_stages_in_one_run(script, squares, workplace):
+    out = script("lac.py", "--dataset", squares, *SMALL, *SIZE, "--epochs", 2, "--show_attention", 3)
+    run = only_run(workplace)
+    table = rows(run)
+    assert [row["stage"] for row in table] == [1, 1, 2, 2]
+    assert all(row["loss_lac"] == 0 for row in table[:2])
+    assert all(row["loss_lac"] != 0 for row in table[2:])
+    assert "epoch  3/4" in out
+    for row in table:
+        assert row["loss"] == pytest.approx(row["loss_an"] + row["loss_plc"] + row["loss_lac"], rel=1e-4)
+        assert row["val_mAP"] == max(row["mAP_raw"], row["mAP_ema"])
+        assert 0 <= row["share_above"] + row["share_below"] <= 100
+    assert table[-1]["queue_fill"] == 30
+    with Image.open(run / "attention.png") as picture:
+        assert np.asarray(picture.convert("L")).std() > 20
+
+
+def test_stage_2_starts_from_the_best_of_raw_and_average(script, squares, workplace):
+    """Its first epoch at a learning rate of nothing measures what the best epoch of stage 1 did"""
+    flags = ("--dataset", squares, *SMALL, *SIZE, "--epochs", 3)
+    script("lac.py", *flags)
+    (whole,) = (workplace / "runs").iterdir()
+    steps = json.loads((whole / "config.json").read_text()) and 3 * 10
+    script("lac.py", *flags, "--max_steps", steps, "--out", "first")  # stage 1 of the same run
+    (first,) = (workplace / "first").iterdir()
+    assert [row["val_mAP"] for row in rows(first)] == [row["val_mAP"] for row in rows(whole)[:3]]
+    best = max(rows(first), key=lambda row: row["val_mAP"])["val_mAP"]
+    assert torch.load(first / "best.pt", weights_only=True)["val_mAP"] == best
+    script("lac.py", "--resume", first)  # finished: says so and changes nothing
+    script("lac.py", *flags, "--stage", 2, "--init_from", first, "--lr", 1e-30, "--weight_decay", 0, "--out", "second")
+    (second,) = (workplace / "second").iterdir()
+    start, after = (torch.load(run / "best.pt", weights_only=True)["model"] for run in (first, second))
+    same = [torch.equal(start[name], after[name]) for name in start if "running" not in name and "num_b" not in name]
+    assert all(same)
+
+
+def test_the_switch_makes_everything_fresh(squares, workplace):
+    """Where stage 2 begins: the model and its average are stage 1's best, the optimizer and schedule begin again"""
+    flags = ("--dataset", squares, *SMALL, *SIZE, "--epochs", 2)
+    finish(start(ROOT / "lac.py", *flags, "--max_steps", 21, cwd=workplace))  # one step into stage 2
+    run = only_run(workplace)
+    last = torch.load(run / "last.pt", weights_only=True)
+    assert last["run"]["stage"] == 2
+    assert last["run"]["stage_began"] == 3
+    assert last["schedule"]["last_epoch"] == 1
+    assert {state["step"].item() for state in last["optimizer"]["state"].values()} == {1}
+    assert last["average"]["n_averaged"] == 1
+
+
+def test_patience_ends_a_stage_not_the_run(script, squares, workplace):
+    """At a learning rate of nothing no epoch is better than the first; patience 1 ends each stage"""
+    flags = ("--lr", 1e-30, "--weight_decay", 0, "--patience", 1, "--epochs", 9)
+    script("lac.py", "--dataset", squares, *SMALL, *SIZE, *flags)
+    stages = [row["stage"] for row in rows(only_run(workplace))]
+    assert stages.count(2) == 2
+    assert len(stages) < 18
+
+
+def test_the_average_is_an_exponential_one(script, squares, workplace):
+    """Two steps: the first is copied, the second mixed in with 1 - decay"""
+    flags = ("--dataset", squares, *SMALL, *SIZE, "--epochs", 1, "--no_lac")
+    for steps in (1, 2):
+        script("lac.py", *flags, "--max_steps", steps, "--out", steps)
+    one, two = (torch.load(next((workplace / str(n)).iterdir()) / "last.pt", weights_only=True) for n in (1, 2))
+    for name, raw in one["model"].items():
+        if raw.is_floating_point() and "running" not in name:
+            expected = 0.9 * one["average"][f"module.{name}"] + 0.1 * two["model"][name]
+            assert torch.equal(one["average"][f"module.{name}"], raw)
+            assert torch.allclose(two["average"][f"module.{name}"], expected, atol=1e-6), name
+
+
+def test_projection_is_frozen_in_stage_1(script, squares, workplace):
+    script("lac.py", "--dataset", squares, *SMALL, *SIZE, "--epochs", 1, "--stage", 1)
+    after = torch.load(only_run(workplace) / "last.pt", weights_only=True)
+    torch.manual_seed(0)
+    before = lac.make_model(arguments("--ema", "0.9"), 4)
+    for name, weight in before.project.named_parameters():
+        assert torch.equal(after["model"][f"project.{name}"], weight), name
+    assert not torch.equal(after["model"]["queries"], before.queries)
+
+
+@pytest.mark.parametrize(
+    ("flag", "lac_on", "plc_on", "stages"),
+    [
+        (("--no_plc",), True, False, {1, 2}),
+        (("--no_lac",), False, True, {1}),
+        (("--no_plc", "--no_lac"), False, False, {1}),
+        (("--end_to_end",), True, True, {2}),
+        (("--queue", 0), True, True, {1, 2}),
+        (("--denominator", "all", "--decoder_layers", 2), True, True, {1, 2}),
+        (("--amp", "bf16"), True, True, {1, 2}),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else None,
+)
+def test_ablations(script, squares, workplace, flag, lac_on, plc_on, stages):
+    script("lac.py", "--dataset", squares, *SMALL, *SIZE, "--epochs", 1, *flag)
+    table = rows(only_run(workplace))
+    assert {row["stage"] for row in table} == stages
+    assert any(row["loss_lac"] for row in table) == lac_on
+    assert any(row["loss_plc"] for row in table) == plc_on
+
+
+def test_lac_learns(script, squares, workplace):
+    flags = ("--dataset", squares, *SMALL, *SIZE, "--dim", 32, "--delta", 0.8, 0.9, "--epochs", 25, "--no_lac")
+    script("lac.py", *flags, "--batch_size", 8, "--lr", 3e-3)
+    assert max(row["test_mAP"] for row in rows(only_run(workplace)) if row["test_mAP"] > 0) > LEARNT
+
+
+def test_a_kill_in_stage_1_changes_nothing(squares, workplace):
+    flags = ("--dataset", squares, *SMALL, *SIZE, "--epochs", 2)
+    killed, whole = assert_a_kill_changes_nothing("lac.py", *flags, cwd=workplace)
+    a, b = (torch.load(run / "last.pt", weights_only=True) for run in (killed, whole))
+    for name in ("queue", "queue_class", "queue_end"):
+        assert torch.equal(a[name], b[name])
+    assert all(torch.equal(a["average"][key], b["average"][key]) for key in a["average"])
+
+
+@pytest.mark.parametrize("epoch", [2, 3])  # at the switch, and within stage 2
+def test_a_kill_in_stage_2_changes_nothing(squares, workplace, epoch):
+    flags = (ROOT / "lac.py", "--dataset", squares, *SMALL, *SIZE, "--epochs", 2)
+    finish(start(*flags, "--out", "whole", cwd=workplace))
+    process = start(*flags, "--out", "killed", cwd=workplace)
+    while not list(workplace.glob("killed/*/metrics.csv")) or len(rows(next((workplace / "killed").iterdir()))) < epoch:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    (killed,), (whole,) = (list((workplace / out).iterdir()) for out in ("killed", "whole"))
+    finish(start(ROOT / "lac.py", "--resume", killed, cwd=workplace))
+    assert_same_run(killed, whole)
+
+
+def test_two_processes_share_one_queue(squares, workplace):
+    flags = ("--dataset", squares, *SMALL, *SIZE, "--epochs", 1, "--queue", 4096)
+    finish(start(*TORCHRUN, ROOT / "lac.py", *flags, cwd=workplace))
+    first, second = rows(only_run(workplace))
+    assert first["stage"] == 1
+    # every image brings its observed label at least; one process alone has brought half of them
+    assert second["queue_fill"] >= 80
+
+
+def test_from_all_keeps_order_and_sizes(workplace):
+    """Ranks with 3 and 1 embeddings: all see the same four, rank 0's first"""
+    (workplace / "check.py").write_text(
+        "import torch, torch.distributed as dist, lac\n"
+        "dist.init_process_group('gloo')\n"
+        "rank = dist.get_rank()\n"
+        "n = 3 if rank == 0 else 1\n"
+        "embed = torch.arange(n)[:, None].repeat(1, 2).float() + 10 * rank\n"
+        "rows, classes = lac.from_all(embed, torch.arange(n) + 5 * rank)\n"
+        "assert rows.tolist() == [[0, 0], [1, 1], [2, 2], [10, 10]], rows\n"
+        "assert classes.tolist() == [0, 1, 2, 5], classes\n"
+        "dist.barrier()\n"
+        "dist.destroy_process_group()\n"
+    )
+    finish(start(*TORCHRUN, "check.py", cwd=workplace))
+
+
+def test_a_finished_run_is_measured_and_drawn_later(script, squares, workplace):
+    script("lac.py", "--dataset", squares, *SMALL, *SIZE, "--epochs", 1)
+    run = only_run(workplace)
+    best = json.loads((run / "result.json").read_text())["val_mAP"]
+    out = script("lac.py", "--eval_only", run, "--show_attention", 0)
+    assert f"val mAP {best:.2f}" in out
+    assert (run / "attention.png").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--linear",),
+        ("--delta", 0.6, 1.1),
+        ("--tau", 0),
+        ("--ema", 1),
+        ("--queue", -1),
+        ("--heads", 3),
+        ("--heads", 0),
+        ("--stage", 2),
+        ("--show_attention", 80),
+        ("--freeze_backbone",),
+    ],
+    ids=lambda words: " ".join(map(str, words)),
+)
+def test_wrong_settings_give_one_sentence(words, script, squares, workplace):
+    with pytest.raises(SystemExit, match=f"error: .*{words[0]}"):
+        script("lac.py", "--dataset", squares, *SMALL, *SIZE, *words)
+    assert not (workplace / "runs").exists()
