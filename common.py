@@ -492,9 +492,11 @@ def from_hub(name, make):
 
 
 def load_body(net, path, head):
-    """A local .pth or .safetensors file into the backbone; the file's own classifier is left out."""
+    """A local .pth or .safetensors file, or a run's best.pt, into the backbone; what comes after it is left out."""
     state = read_state(path)
     state = next((state[key] for key in ("state_dict", "model") if isinstance(state.get(key), dict)), state)
+    of_a_run = {key[len("body.") :]: value for key, value in state.items() if key.startswith("body.")}
+    state = of_a_run or state
     state = {key: value for key, value in state.items() if not key.startswith(head)}
     own = {key: value for key, value in net.state_dict().items() if not key.endswith("num_batches_tracked")}
     problems = {
@@ -742,7 +744,7 @@ class Run:
 
     def __init__(self, args, script, stages=1):
         self.args, self.script, self.method = args, script, Path(script).stem
-        self.stages, self.stage, self.stage_began = stages, 1, 1  # each is up to args.epochs long, and has its patience
+        self.stages, self.stage, self.stage_began, self.past = stages, 1, 1, []  # each is up to args.epochs long
         self.device = self.join_processes(args.device)
         self.dtype = self.choose_precision(args.amp)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
@@ -1110,13 +1112,10 @@ class Run:
         model, row["val_mAP"] = models[best], mAP[best]
         row |= {f"mAP_{name}": mAP[name] for name in models if others}
         better = data.val is None or row["val_mAP"] > self.best["val_mAP"]  # without validation the last is kept
-        waited = self.epoch - max(self.best["epoch"], self.stage_began - 1)
-        out_of_patience = not better and 0 <= self.args.patience < waited
+        out_of_patience = not better and 0 <= self.args.patience < self.epoch - self.best["epoch"]
         stage_over = self.epoch - self.stage_began + 1 >= self.args.epochs or out_of_patience
         out_of_steps = 0 < self.args.max_steps <= self.steps
         self.finished = out_of_steps or (stage_over and self.stage == self.stages)
-        if stage_over and not self.finished:
-            self.stage, self.stage_began = self.stage + 1, self.epoch + 1
         test = self.measure(model, data.test if self.finished or (better and data.val) else None)
         row["test_mAP"] = test["mAP"]
         if better:
@@ -1124,9 +1123,28 @@ class Run:
             self.best = {"epoch": self.epoch, "val_mAP": row["val_mAP"], **test}
         row |= {"images_per_s": images_per_s, "seconds": time.perf_counter() - self.epoch_started}
         self.rows.append(row)
+        if rank() == 0 and better:
+            weights = unwrap(model).state_dict()  # the one that was measured: an average of weights, maybe
+            self.write_tensors("best.pt", {"model": weights, "classes": self.data.classes, **self.best})
         if rank() == 0:
-            self.save(model, better)
             self.show(row, better)
+        if stage_over and not self.finished:
+            self.end_stage()
+        if rank() == 0:
+            self.save()
+
+    def end_stage(self):
+        """The next stage has a best of its own; this one's stays as stage1.pt, and in result.json."""
+        if rank() == 0:
+            with replacing(self.directory / f"stage{self.stage}.pt") as temporary:
+                shutil.copy(self.directory / "best.pt", temporary)
+            best = self.best
+            shown = ", ".join(f"{part} mAP {best[f'{part}_mAP']:.2f}" for part in ("val", "test"))
+            print(f"stage {self.stage} ends: best epoch {best['epoch']}, {shown}", flush=True)
+        wait_for_all()
+        self.past.append({name: self.best[name] for name in ("epoch", "val_mAP", "test_mAP")})
+        self.best = {"epoch": self.epoch, "val_mAP": -1.0}
+        self.stage, self.stage_began = self.stage + 1, self.epoch + 1
 
     def show(self, row, better):
         if self.board:
@@ -1142,11 +1160,8 @@ class Run:
 
     # -- what a run leaves
 
-    def save(self, model, better):
-        if better:
-            weights = unwrap(model).state_dict()  # the one that was measured: an average of weights, maybe
-            self.write_tensors("best.pt", {"model": weights, "classes": self.data.classes, **self.best})
-        names = ("epoch", "stage", "stage_began", "steps", "finished", "rows", "best")
+    def save(self):
+        names = ("epoch", "stage", "stage_began", "past", "steps", "finished", "rows", "best")
         last = {"run": {name: getattr(self, name) for name in names}, "scaler": self.scaler.state_dict()}
         for name, thing in self.state.items():
             last[name] = thing if torch.is_tensor(thing) else unwrap(thing).state_dict()
@@ -1195,7 +1210,7 @@ class Run:
         empty = [name for name, n in zip(data.classes, counts) if n == 0]
         result = {"best_epoch": best["epoch"], **best, "last_epoch": last["epoch"], "last_test_mAP": last["test_mAP"]}
         result |= {"classes_without_test_positives": empty, "seconds": sum(row["seconds"] for row in self.rows)}
-        result |= self.facts
+        result |= self.facts | ({"earlier_stages": self.past} if self.past else {})
         del result["epoch"]
         known = {name: None if value != value else value for name, value in result.items()}  # NaN is no JSON
         write_json(self.directory / "result.json", known)

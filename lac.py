@@ -9,9 +9,12 @@ NOTES: the release takes L_AN as a mean over B*C, divides L_PLC by the number of
 positives in it, uses no input normalisation, adds ColorJitter and greyscale to the strong view, has two decoder layers
 (`--decoder_layers 2`), a SupCon loss (`--denominator all`) and stage-1 delta 0.5 for CUB. Anchors come from the weak
 view, what they are compared with from the strong view and the queue, which keeps weak ones. Eq. 7 as printed can be
-negative. Both views of an image are flipped alike. The best epoch is the best of both stages. Under torchrun L_LAC
-compares with each process's own strong views, and with the queue of all. Choosing anchors waits for the device once a
-step of stage 2. `--linear` is not for this method, which needs maps, not pooled features: `--freeze_backbone`.
+negative. Both views of an image are flipped alike. A run's best epoch is that of its last stage, stage 1's is kept as
+stage1.pt; a stage 2 of the same length without L_LAC is `--stage 2 --no_lac --init_from RUN`. `--end_to_end` has stage
+2's delta. Under torchrun L_LAC compares with each process's own strong views and the queue of all, and "all" is a mean
+over each process's anchors. Choosing anchors makes stage 2 wait for the device in every step. Backbones whose first
+layers have none of the names in FROZEN train them. `--linear` is not for this method, which needs maps, not pooled
+features: `--freeze_backbone`.
 """
 
 import copy
@@ -33,7 +36,7 @@ import common
 
 # ---- 1. Settings
 
-FROZEN = ("conv1.", "layer1.", "conv_stem.", "blocks.0.", "stem.", "stages.0.")  # a backbone's first layers, by name
+FROZEN = ("conv1.", "layer1.", "conv_stem.", "blocks.0.", "stem.", "stages.0.", "s1.", "0.")  # first layers, by name
 ANCHORS_AT_ONCE = 1024  # bounds the memory of L_LAC
 
 
@@ -63,7 +66,7 @@ class Args(common.Args):
     denominator: Literal["inter", "all"] = "inter"  # of L_LAC: over the other classes (Eq. 7), or over all (SupCon)
     stage: Literal["both", "1", "2"] = "both"  # 2 alone goes on from --init_from
     no_plc: bool = False  # leave out L_PLC
-    no_lac: bool = False  # leave out L_LAC, and with it stage 2
+    no_lac: bool = False  # leave out L_LAC; --stage both is then stage 1 alone
     end_to_end: bool = False  # all losses from the start, in one stage
     show_attention: int = -1  # write attention.png: where the classes look in this training image (-1: don't)
 
@@ -96,9 +99,10 @@ def anchor_losses(embed_a, class_a, embed_b, class_b, tau, denominator):
     similar = embed_a @ embed_b.T / tau  # (A, M)
     same = class_a[:, None] == class_b
     if denominator == "inter":
-        log_total = similar.masked_fill(same, -torch.inf).logsumexp(1)
+        alone = same.all(1)  # nothing of another class
+        log_total = similar.masked_fill(same & ~alone[:, None], -torch.inf).logsumexp(1)
         per_anchor = torch.where(same, similar, 0).sum(1) - same.sum(1) * log_total
-        return -per_anchor[~same.all(1)].sum()
+        return -per_anchor.masked_fill(alone, 0).sum()
     log_p = similar.log_softmax(1)
     return -(torch.where(same, log_p, 0).sum(1) / same.sum(1).clamp(min=1)).sum()
 
@@ -109,34 +113,52 @@ def lac_loss(embed_a, class_a, embed_b, class_b, tau, denominator="inter"):
     mean over the b of its class, and the sum over all b"""
     if not len(embed_a) or not len(embed_b):
         return 0 * (embed_a.sum() + embed_b.sum())
-    chunks = zip(embed_a.split(ANCHORS_AT_ONCE), class_a.split(ANCHORS_AT_ONCE))
+    portions = zip(embed_a.split(ANCHORS_AT_ONCE), class_a.split(ANCHORS_AT_ONCE))
     rest = embed_b, class_b, tau, denominator
-    if len(embed_a) <= ANCHORS_AT_ONCE:
-        return anchor_losses(embed_a, class_a, *rest) / len(embed_a)
-    return sum(checkpoint(anchor_losses, *chunk, *rest, use_reentrant=False) for chunk in chunks) / len(embed_a)
+    return sum(checkpoint(anchor_losses, *some, *rest, use_reentrant=False) for some in portions) / len(embed_a)
 
 
-def enqueue(queue, classes, end, new, new_classes):
-    """Writes new embeddings over the oldest ones, in place; of more than the queue holds only the last are kept"""
-    new, new_classes = new[max(0, len(new) - len(queue)) :], new_classes[max(0, len(new) - len(queue)) :]
-    if len(new):
-        places = (end + torch.arange(len(new), device=queue.device)) % len(queue)
-        queue[places], classes[places] = new, new_classes
-        end.copy_((end + len(new)) % len(queue))
+class Queue(nn.Module):
+    """The last embeddings and their classes"""
+
+    def __init__(self, size, dim):
+        super().__init__()
+        self.register_buffer("embed", torch.zeros(size, dim))
+        self.register_buffer("classes", torch.full((size,), -1))  # -1: still empty
+        self.register_buffer("end", torch.zeros((), dtype=torch.int64))
+
+    def push(self, embed, classes):
+        """Over the oldest ones; of more than the queue holds only the last are kept"""
+        size = len(self.embed)
+        embed, classes = embed[max(0, len(embed) - size) :], classes[max(0, len(embed) - size) :]
+        if len(embed):
+            places = (self.end + torch.arange(len(embed), device=self.end.device)) % size
+            self.embed[places], self.classes[places] = embed, classes
+            self.end.copy_((self.end + len(embed)) % size)
+
+    def content(self):
+        full = (self.classes >= 0).nonzero()[:, 0]
+        return self.embed[full], self.classes[full]
 
 
 def from_all(embed, classes):
     """Every process's embeddings and their classes, in the order of the ranks"""
     if common.world() == 1:
         return embed, classes
-    counts = [torch.zeros(1, dtype=torch.int64, device=embed.device) for _ in range(common.world())]
-    dist.all_gather(counts, torch.tensor([len(embed)], device=embed.device))
-    most = max(counts).item()
-    padded = F.pad(torch.cat([embed, classes[:, None].to(embed.dtype)], 1), (0, 0, 0, most - len(embed)))
-    everyone = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(everyone, padded)
-    rows = torch.cat([part[: int(count)] for part, count in zip(everyone, counts)])
-    return rows[:, :-1], rows[:, -1].to(classes.dtype)
+    everyone = [None] * common.world()
+    dist.all_gather_object(everyone, (embed.cpu(), classes.cpu()))
+    return tuple(torch.cat(parts).to(embed.device) for parts in zip(*everyone))
+
+
+def compare(embed_weak, embed_strong, chosen, queue, tau, denominator):
+    """L_LAC of a batch: the chosen labels (B, C), as seen in the weak view, against the strong view and the queue.
+    Afterwards the queue has them too"""
+    where = chosen.nonzero(as_tuple=True)
+    anchors, partners, classes = embed_weak[where], embed_strong[where], where[1]
+    past, past_classes = queue.content()
+    loss = lac_loss(anchors, classes, torch.cat([partners, past]), torch.cat([classes, past_classes]), tau, denominator)
+    queue.push(*from_all(anchors.detach(), classes))
+    return loss * len(anchors) / chosen.numel() if denominator == "inter" else loss  # Eq. 7 divides by B = b * q
 
 
 def strong_view(pixels):
@@ -180,19 +202,24 @@ class Block(nn.Module):
 class LabelWise(nn.Module):
     """Pixels in 0..1 -> logits (B, C) from an embedding per class"""
 
+    still = ()  # BatchNorms that keep their statistics
+
     def __init__(self, args, num_classes):
         super().__init__()
-        self.body, self.width, mean, std = common.make_body(args)
-        self.shrink = nn.Identity() if self.width == args.dim else nn.Conv2d(self.width, args.dim, 1)
+        self.body, _, mean, std = common.make_body(args)
+        self.register_buffer("mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(3, 1, 1), persistent=False)
+        with torch.no_grad():
+            shape = self.eval().feature_map(torch.zeros(1, 3, args.image_size, args.image_size)).shape
+        if len(shape) != 4 or shape[1] < shape[3]:  # tokens, or channels last
+            common.die(f"--backbone {args.backbone} gives no map of channels x height x width, but {tuple(shape[1:])}")
+        self.shrink = nn.Identity() if shape[1] == args.dim else nn.Conv2d(shape[1], args.dim, 1)
         self.encoder, self.decoder = Block(args), nn.ModuleList(Block(args) for _ in range(args.decoder_layers))
         self.queries = nn.Parameter(torch.randn(num_classes, args.dim))
         bound = 1 / math.sqrt(args.dim)
         self.weight = nn.Parameter(torch.empty(num_classes, args.dim).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(num_classes).uniform_(-bound, bound))
         self.project = nn.Sequential(nn.Linear(args.dim, args.dim), nn.ReLU(), nn.Linear(args.dim, args.project_dim))
-        self.register_buffer("mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
-        self.register_buffer("std", torch.tensor(std).view(3, 1, 1), persistent=False)
-        self.still = []  # BatchNorms that keep their statistics
         if args.weights != "none":  # random first layers must learn
             self.still = [module for module in self.body.modules() if isinstance(module, nn.BatchNorm2d)]
             for name, weight in self.body.named_parameters():
@@ -207,18 +234,14 @@ class LabelWise(nn.Module):
         return self
 
     def feature_map(self, x):
-        """What the backbone has before it pools: (B, width, H, W)"""
+        """What the backbone has before it pools: (B, D, H, W)"""
         x = (x - self.mean) / self.std
         if hasattr(self.body, "forward_features"):  # timm
-            x = self.body.forward_features(x)
-        else:
-            for layer in self.body.children():
-                if isinstance(layer, nn.AdaptiveAvgPool2d):
-                    break
-                x = layer(x)
-        if x.ndim != 4 or x.shape[1] != self.width:
-            common.die(f"this backbone gives no map of {self.width} channels, but {tuple(x.shape)}: choose another")
-        return x
+            return self.body.forward_features(x)
+        for layer in self.body.children():
+            if isinstance(layer, nn.AdaptiveAvgPool2d):
+                return x
+            x = layer(x)
 
     def embeddings(self, x, weights=False):
         """f_j(x) for every class j (B, C, dim), and with `weights` where it looks (B, C, H, W)"""
@@ -261,6 +284,8 @@ def draw_attention(path, model, data, row, device):
 
     split, model = data.train, model.eval()
     pixels = split.images[split.rows[[row]]]
+    if isinstance(pixels, str):
+        common.die(pixels)
     x = pixels.to(device).movedim(-1, -3).float() / 255
     with torch.no_grad():
         p, (_, maps) = model(x)[0].sigmoid(), model.embeddings(x, weights=True)
@@ -288,8 +313,8 @@ if __name__ == "__main__":
     args = common.parse(Args, PRESETS)
     if args.linear:
         common.die("--linear keeps pooled features, but lac.py needs maps: use --freeze_backbone")
-    if not (0 <= min(args.delta) <= max(args.delta) <= 1 and 0 <= args.ema < 1 and 0 <= args.dropout < 1):
-        common.die("--delta is between 0 and 1; --ema and --dropout are at least 0 and below 1")
+    if not (0.5 <= min(args.delta) <= max(args.delta) <= 1 and 0 <= args.ema < 1 and 0 <= args.dropout < 1):
+        common.die("--delta is between 0.5 and 1; --ema and --dropout are at least 0 and below 1")
     if not (args.tau > 0 and args.queue >= 0 and min(args.lambda_plc, args.lambda_lac, args.weight_decay) >= 0):
         common.die("--tau must be above 0; --queue, --lambda_plc, --lambda_lac and --weight_decay at least 0")
     if min(args.heads, args.ffn, args.decoder_layers, args.project_dim, args.dim) < 1:
@@ -298,6 +323,8 @@ if __name__ == "__main__":
         common.die("--freeze_backbone: random weights must learn, --weights says where better ones are")
     if args.stage == "2" and not (args.init_from or args.resume or args.eval_only):
         common.die("--stage 2 goes on from a run of stage 1: say --init_from RUN (from nothing: --end_to_end)")
+    if args.end_to_end and (args.no_lac or args.stage != "both"):
+        common.die("--end_to_end is all losses in one stage: leave out --no_lac and --stage")
     two = args.stage == "both" and not (args.no_lac or args.end_to_end)
     run = common.Run(args, __file__, stages=2 if two else 1)
     data = common.load(args, run.device)
@@ -308,46 +335,34 @@ if __name__ == "__main__":
     optimizer = torch.optim.AdamW(weights, lr=args.lr, weight_decay=args.weight_decay)
     # new vs an.py: schedule, average of the weights, queue
     steps = -(-len(data.train) // args.batch_size) * args.epochs
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, steps, pct_start=0.2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, max(6, steps), pct_start=0.2)  # 5 divide by 0
     fresh = copy.deepcopy((optimizer.state_dict(), schedule.state_dict()))
     average = AveragedModel(common.unwrap(model), multi_avg_fn=get_ema_multi_avg_fn(args.ema), use_buffers=True)
-    queue = torch.zeros(args.queue, args.project_dim, device=run.device)
-    queue_class = torch.full((args.queue,), -1, device=run.device)  # -1: still empty
-    queue_end = torch.zeros((), dtype=torch.int64, device=run.device)
-    state = dict(average=average, schedule=schedule, queue=queue, queue_class=queue_class, queue_end=queue_end)
-    main_process, paired = common.rank() == 0, not (args.no_plc and args.no_lac)
+    queue = Queue(args.queue, args.project_dim).to(run.device)
+    state, main_process = dict(schedule=schedule, average=average, queue=queue), common.rank() == 0
 
     for epoch in run.epochs(model=model, optimizer=optimizer, **state):
         second = run.stage == 2 or args.stage == "2" or args.end_to_end
         delta, with_lac = args.delta[int(second)], second and not args.no_lac
-        if run.stage == 2 and epoch == run.stage_began:  # new vs an.py: from stage 1's best, as if from the start
-            common.wait_for_all()  # rank 0 may still be writing it
-            for each in (common.unwrap(model), average.module):
-                common.load_weights(each, run.directory / "best.pt")
-            average.n_averaged.zero_()
+        if run.stage == 2 and epoch == run.stage_began:  # new vs an.py: from stage 1's best, all else as at the start
+            common.load_weights(common.unwrap(model), run.directory / "stage1.pt")
             optimizer.load_state_dict(fresh[0])
             schedule.load_state_dict(fresh[1])
+            average.n_averaged.zero_()  # its next update copies the model
         counts = torch.zeros(5, device=run.device)
-        for x, z, idx in run.batches(data.train, view=strong_view if paired else None):
-            both = torch.cat([x[:, 0], x[:, 1]]) if paired else x  # (2B, 3, H, W): weak, then strong
+        for x, z, idx in run.batches(data.train, view=strong_view):
+            x = torch.cat([x[:, 0], x[:, 1]]).contiguous(memory_format=torch.channels_last)  # (2B, 3, H, W)
             with run.autocast():
-                output = model(both.contiguous(memory_format=torch.channels_last), with_lac)
+                output = model(x, with_lac)
             logits, embed = output if with_lac else (output, None)
-            weak, strong = (logits[: len(x)], logits[len(x) :]) if paired else (logits, None)
+            weak, strong = logits.chunk(2)  # new vs an.py
             p_weak = weak.detach().sigmoid()
-            an = an_loss(weak, z)
-            plc = torch.zeros_like(an) if args.no_plc else plc_loss(strong, p_weak, z, delta)
-            lac = torch.zeros_like(an)
-            if with_lac:  # new vs an.py
+            an, plc, lac = an_loss(weak, z), torch.zeros_like(weak.sum()), torch.zeros_like(weak.sum())
+            if not args.no_plc:
+                plc = plc_loss(strong, p_weak, z, delta)
+            if with_lac:
                 chosen = (p_weak >= delta) | (z == 1)
-                classes = chosen.nonzero()[:, 1]
-                anchors, partners = embed[: len(x)][chosen], embed[len(x) :][chosen]
-                full = queue_class >= 0
-                others, other_classes = torch.cat([partners, queue[full]]), torch.cat([classes, queue_class[full]])
-                lac = lac_loss(anchors, classes, others, other_classes, args.tau, args.denominator)
-                if args.denominator == "inter":
-                    lac = lac * len(anchors) / chosen.numel()
-                enqueue(queue, queue_class, queue_end, *from_all(anchors.detach(), classes))
+                lac = compare(*embed.chunk(2), chosen, queue, args.tau, args.denominator)
             loss = an + args.lambda_plc * plc + args.lambda_lac * lac
             run.step(loss, optimizer)
             schedule.step()
@@ -359,10 +374,9 @@ if __name__ == "__main__":
         if data.train.y is not None:
             run.log(precision_above=100 * above_right / above, precision_below=100 * below_right / below)
         if with_lac:
-            run.log(queue_fill=(queue_class >= 0).sum())
+            run.log(queue_fill=(queue.classes >= 0).sum())
         run.evaluate(model, data, ema=average.module)
 
     if args.show_attention >= 0 and main_process:
-        best = common.unwrap(model)
-        common.load_weights(best, run.directory / "best.pt")
-        draw_attention(run.directory / "attention.png", best, data, args.show_attention, run.device)
+        common.load_weights(common.unwrap(model), run.directory / "best.pt")
+        draw_attention(run.directory / "attention.png", common.unwrap(model), data, args.show_attention, run.device)
