@@ -181,12 +181,16 @@ def draw_known_positives(y, ratio, seed=PROTOCOL_SEED):
     return z
 
 
-def decode(path, size, resample=Image.Resampling.BILINEAR):
-    """The protocol's transform: RGB, squashed to size x size, bilinear. -> uint8 (size, size, 3)"""
+def read_image(path):
     with Image.open(path) as image:
         if image.mode.startswith("I"):  # 16 bits of grey, which PIL would cut off at 255
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        return np.asarray(image.convert("RGB").resize((size, size), resample))
+        return image.convert("RGB")
+
+
+def decode(path, size, resample=Image.Resampling.BILINEAR):
+    """The protocol's transform: RGB, squashed to size x size, bilinear. -> uint8 (size, size, 3)"""
+    return np.asarray(read_image(path).resize((size, size), resample))
 
 
 def hash_names(names):

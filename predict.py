@@ -1,0 +1,243 @@
+"""Use a trained model: labels of images, or a model to carry away
+
+    python predict.py runs/voc-vlpl-s0-20261116-093000 photos --threshold auto
+    python predict.py runs/voc-vlpl-s0-20261116-093000 --export model.pt2
+
+All that is needed to build the model is in the run. An image is squashed to the size of training, as it was there.
+
+NOTES: The exported model takes pixels of any size and squashes them itself, with torch's antialiased bilinear filter
+instead of PIL's. The two round differently: up to 1 of 255 in a pixel, and under 0.003 in a probability on the runs
+where it was measured. The export prints the difference on the images it is given.
+"""
+
+import csv
+import importlib
+import io
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import nn
+from tqdm import tqdm
+
+import common
+
+ON_A_FIGURE = 40  # images; more would be too small to see
+SAME = 1e-5  # what the probabilities of an exported model may differ by
+
+# ---- 1. Settings
+
+
+@dataclass
+class Args:
+    run: tyro.conf.Positional[str]  # a run directory
+    images: tyro.conf.Positional[tuple[str, ...]] = ()  # images, or folders of them
+    threshold: str = "0.5"  # labels from this probability on; auto: per class, that of the best F1 on validation
+    top: int = 5  # labels per image, at most
+    csv: str = ""  # write the probability of every class to this file
+    figure: str = ""  # draw the images with their probabilities into this PNG
+    export: str = ""  # write the model, preprocessing included, to this .pt2 file
+    device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
+
+
+# ---- 2. The model of a run
+
+
+def find_script(run):
+    """The method's module, and the run's config"""
+    config = common.read_json(Path(run) / "config.json", f"{run} is not a run directory")
+    method = config.get("method")
+    if not (Path(__file__).parent / f"{method}.py").is_file():
+        common.die(f"{run} was made by {method}.py, which is not here")
+    return importlib.import_module(method), config
+
+
+def load_model(run, device):
+    """A run's best model, its settings and the names of its classes"""
+    script, _ = find_script(run)
+    args = replace(common.read_run_settings(script.Args, run), eval_only=str(run))  # so no weights are downloaded
+    path = common.start_from(args)
+    classes = common.read_state(path)["classes"]
+    model = getattr(script, "make_model", common.Classifier)(args, len(classes))
+    common.load_weights(model, path)
+    return model.to(device).eval(), args, classes
+
+
+@torch.no_grad()
+def probabilities(model, pixels, device):
+    """uint8 (B, H, W, 3) -> (B, C)"""
+    return model(pixels.to(device).permute(0, 3, 1, 2).float() / 255).sigmoid().cpu()
+
+
+def find_thresholds(given, run, classes):
+    """--threshold -> (C,)"""
+    if given == "auto":
+        result = common.read_json(Path(run) / "result.json", f"{run} is unfinished, so it has no tuned thresholds yet")
+        if "thresholds" not in result:
+            common.die(f"{run} has no tuned thresholds: it had no validation images, or is older than they are")
+        return torch.tensor([result["thresholds"][name] for name in classes])
+    try:
+        return torch.full((len(classes),), float(given))
+    except ValueError:
+        common.die(f"--threshold {given}: a number between 0 and 1, or auto")
+
+
+# ---- 3. Images
+
+
+def find_files(given):
+    """Folders -> all that is in them, at any depth"""
+    paths = map(Path, given)
+    return [file for path in paths for file in (sorted(filter(Path.is_file, path.rglob("*"))) or [path])]
+
+
+def decode_all(paths, size):
+    """Batches of (those of the paths that are readable, pixels), while `unreadable` says what the others are"""
+    unreadable = {}
+
+    def decode(path):
+        try:
+            return torch.from_numpy(common.decode(path, size).copy())
+        except common.UNREADABLE as problem:
+            unreadable[path] = problem
+
+    def batches():
+        with ThreadPoolExecutor() as pool, tqdm(total=len(paths), disable=not sys.stderr.isatty(), leave=False) as bar:
+            for batch in common.in_batches(paths):
+                read = {path: pixels for path, pixels in zip(batch, pool.map(decode, batch)) if pixels is not None}
+                if read:
+                    yield list(read), torch.stack(list(read.values()))
+                bar.update(len(batch))
+
+    return batches(), unreadable
+
+
+def labels(p, thresholds, classes, top):
+    """[(name, probability)] of the classes that reach their threshold, the highest first"""
+    order = p.argsort(descending=True).tolist()
+    return [(classes[c], p[c].item()) for c in order if p[c] >= thresholds[c]][:top]
+
+
+def write_csv(path, files, p, classes):
+    with common.replacing(path) as temporary, open(temporary, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["image", *classes])
+        writer.writerows([name, *row] for name, row in zip(files, p.tolist()))
+
+
+def draw(path, files, p, thresholds, classes, top):
+    """A contact sheet: every image beside its highest probabilities, those that count as labels in colour"""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    wide = min(len(files), 4)
+    high = -(-len(files) // wide)
+    figure, axes = plt.subplots(high, 2 * wide, figsize=(4.4 * wide, 2.2 * high), squeeze=False, layout="constrained")
+    for axis in axes.flat:
+        axis.axis("off")
+    for file, row, (picture, bars) in zip(files, p, axes.reshape(-1, 2)):
+        image = common.read_image(file)
+        image.thumbnail((300, 300))
+        picture.imshow(image)
+        picture.set_title(file.name, fontsize=8, parse_math=False)
+        for place, c in enumerate(row.argsort(descending=True)[:top].tolist()):
+            bars.barh(place, row[c].item(), color="lightskyblue" if row[c] >= thresholds[c] else "lightgrey")
+            bars.text(0, place, f" {classes[c]} {row[c]:.2f}", va="center", fontsize=8, parse_math=False)
+        bars.set(xlim=(0, 1), ylim=(max(place, 4) + 0.6, -0.6))
+    with common.replacing(path) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")
+    plt.close(figure)
+
+
+# ---- 4. Export
+
+
+class Portable(nn.Module):
+    """uint8 pixels (B, 3, H, W) of any size -> probabilities (B, C)"""
+
+    def __init__(self, model, size):
+        super().__init__()
+        self.model, self.size = model, (size, size)
+
+    def forward(self, pixels):
+        squashed = F.interpolate(pixels.float(), self.size, mode="bilinear", antialias=True).round()
+        return self.model(squashed / 255).sigmoid()
+
+
+@torch.no_grad()
+def export(model, size, classes, thresholds, files, path):
+    """Writes path, reads it again, and keeps it only if it computes what the model does."""
+    original = Portable(model.cpu(), size).eval()
+    side = torch.export.Dim.DYNAMIC
+    example = torch.zeros(2, 3, size + 3, size + 5, dtype=torch.uint8)  # unlike sizes: none is taken for a constant
+    program = torch.export.export(original, (example,), dynamic_shapes=({0: side, 2: side, 3: side},))
+    content = io.BytesIO()
+    about = {"classes": classes, "thresholds": dict(zip(classes, thresholds.tolist()))}
+    torch.export.save(program, content, extra_files={"labels.json": json.dumps(about)})
+    if files:
+        samples = [torch.from_numpy(np.array(common.read_image(file))).permute(2, 0, 1)[None] for file in files]
+    else:
+        chance = torch.Generator().manual_seed(0)
+        shapes = ((1, 3, size, size), (3, 3, size // 2 + 1, 2 * size))
+        samples = [torch.randint(256, shape, dtype=torch.uint8, generator=chance) for shape in shapes]
+    with common.replacing(path) as temporary:
+        temporary.write_bytes(content.getvalue())
+        with open(temporary, "rb") as file:
+            portable = torch.export.load(file).module()
+        expected = [original(x) for x in samples]
+        apart = max((portable(x) - y).abs().max().item() for x, y in zip(samples, expected))
+        if not apart <= SAME:
+            common.die(
+                f"the exported model's probabilities differ by {apart:.1e} from the original's: none was written"
+            )
+    what = f"{len(files)} images" if files else "random pixels"
+    print(f"{path}: the same as the original on {what} (probabilities differ by {apart:.0e}, allowed is {SAME:.0e})")
+    if files:
+        squashed_by_pil = [torch.from_numpy(common.decode(file, size).copy())[None] for file in files]
+        apart = max((probabilities(model, x, "cpu") - y).abs().max() for x, y in zip(squashed_by_pil, expected))
+        print(f"torch's resizing instead of PIL's changes probabilities by {apart:.1e} at most")
+
+
+# ---- 5. Go
+
+if __name__ == "__main__":
+    args = tyro.cli(Args, use_underscores=True)
+    if args.top < 1:
+        common.die(f"--top {args.top}: at least one label")
+    if not (args.images or args.export):
+        common.die("name images or folders to look at, or --export a model")
+    device = common.find_device(args.device)
+    model, settings, classes = load_model(args.run, device)
+    thresholds = find_thresholds(args.threshold, args.run, classes)
+
+    seen, rows, paths = [], [], find_files(args.images)
+    batches, unreadable = decode_all(paths, settings.image_size)
+    for files, pixels in batches:
+        p = probabilities(model, pixels, device)
+        for file, row in zip(files, p):
+            found = labels(row, thresholds, classes, args.top)
+            tqdm.write(f"{file}: {', '.join(f'{name} {value:.2f}' for name, value in found) or '-'}")
+        seen += files
+        rows.append(p)
+
+    for path, problem in unreadable.items():
+        print(f"{path} can't be read: {problem}", file=sys.stderr)
+    if paths and not seen:
+        common.die(f"none of the {len(paths)} files is a readable image")
+    if args.csv and seen:
+        write_csv(Path(args.csv), seen, torch.cat(rows), classes)
+    if args.figure and seen:
+        draw(Path(args.figure), seen[:ON_A_FIGURE], torch.cat(rows), thresholds, classes, args.top)
+        if len(seen) > ON_A_FIGURE:
+            print(f"{args.figure} shows the first {ON_A_FIGURE} of {len(seen)} images")
+    if args.export:
+        export(model, settings.image_size, classes, thresholds, seen[:16], Path(args.export))
+    sys.exit(1 if unreadable else 0)
