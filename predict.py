@@ -29,6 +29,7 @@ from tqdm import tqdm
 import common
 
 ON_A_FIGURE = 40  # images; more would be too small to see
+CHECKED = 16  # images on which an exported model is compared with the original
 SAME = 1e-5  # what the probabilities of an exported model may differ by
 
 # ---- 1. Settings
@@ -93,35 +94,22 @@ def find_thresholds(given, run, classes):
 
 def find_files(given):
     """Folders -> all that is in them, at any depth"""
-    paths = map(Path, given)
-    return [file for path in paths for file in (sorted(filter(Path.is_file, path.rglob("*"))) or [path])]
+    inside = lambda path: sorted(file for file in path.rglob("*") if file.is_file())
+    return [file for path in map(Path, given) for file in (inside(path) or [path])]
 
 
-def decode_all(paths, size):
-    """Batches of (those of the paths that are readable, pixels), while `unreadable` says what the others are"""
-    unreadable = {}
-
-    def decode(path):
-        try:
-            return torch.from_numpy(common.decode(path, size).copy())
-        except common.UNREADABLE as problem:
-            unreadable[path] = problem
-
-    def batches():
-        with ThreadPoolExecutor() as pool, tqdm(total=len(paths), disable=not sys.stderr.isatty(), leave=False) as bar:
-            for batch in common.in_batches(paths):
-                read = {path: pixels for path, pixels in zip(batch, pool.map(decode, batch)) if pixels is not None}
-                if read:
-                    yield list(read), torch.stack(list(read.values()))
-                bar.update(len(batch))
-
-    return batches(), unreadable
+def read_pixels(path, size):
+    """-> uint8 (size, size, 3), or the sentence why there is none"""
+    try:
+        return torch.tensor(common.decode(path, size))
+    except common.UNREADABLE as problem:
+        return f"{path} can't be read: {problem}"
 
 
 def labels(p, thresholds, classes, top):
-    """[(name, probability)] of the classes that reach their threshold, the highest first"""
-    order = p.argsort(descending=True).tolist()
-    return [(classes[c], p[c].item()) for c in order if p[c] >= thresholds[c]][:top]
+    """The classes that reach their threshold, the highest first, in words"""
+    found = [c for c in p.argsort(descending=True).tolist() if p[c] >= thresholds[c]]
+    return ", ".join(f"{classes[c]} {p[c]:.2f}" for c in found[:top]) or "-"
 
 
 def write_csv(path, files, p, classes):
@@ -132,7 +120,7 @@ def write_csv(path, files, p, classes):
 
 
 def draw(path, files, p, thresholds, classes, top):
-    """A contact sheet: every image beside its highest probabilities, those that count as labels in colour"""
+    """Every image beside its highest probabilities, those that count as labels in colour"""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -151,7 +139,7 @@ def draw(path, files, p, thresholds, classes, top):
         for place, c in enumerate(row.argsort(descending=True)[:top].tolist()):
             bars.barh(place, row[c].item(), color="lightskyblue" if row[c] >= thresholds[c] else "lightgrey")
             bars.text(0, place, f" {classes[c]} {row[c]:.2f}", va="center", fontsize=8, parse_math=False)
-        bars.set(xlim=(0, 1), ylim=(max(place, 4) + 0.6, -0.6))
+        bars.set(xlim=(0, 1), ylim=(top - 0.4, -0.6))
     with common.replacing(path) as temporary:
         figure.savefig(temporary, dpi=110, format="png")
     plt.close(figure)
@@ -173,37 +161,33 @@ class Portable(nn.Module):
 
 
 @torch.no_grad()
-def export(model, size, classes, thresholds, files, path):
+def export(path, model, size, about, files):
     """Writes path, reads it again, and keeps it only if it computes what the model does."""
-    original = Portable(model.cpu(), size).eval()
-    side = torch.export.Dim.DYNAMIC
-    example = torch.zeros(2, 3, size + 3, size + 5, dtype=torch.uint8)  # unlike sizes: none is taken for a constant
-    program = torch.export.export(original, (example,), dynamic_shapes=({0: side, 2: side, 3: side},))
+    original, vary = Portable(model.cpu(), size).eval(), torch.export.Dim.DYNAMIC
+    example = torch.zeros(2, 3, size + 3, size + 5, dtype=torch.uint8)  # sizes that nothing takes for constants
+    program = torch.export.export(original, (example,), dynamic_shapes=({0: vary, 2: vary, 3: vary},))
     content = io.BytesIO()
-    about = {"classes": classes, "thresholds": dict(zip(classes, thresholds.tolist()))}
     torch.export.save(program, content, extra_files={"labels.json": json.dumps(about)})
-    if files:
-        samples = [torch.from_numpy(np.array(common.read_image(file))).permute(2, 0, 1)[None] for file in files]
-    else:
-        chance = torch.Generator().manual_seed(0)
-        shapes = ((1, 3, size, size), (3, 3, size // 2 + 1, 2 * size))
-        samples = [torch.randint(256, shape, dtype=torch.uint8, generator=chance) for shape in shapes]
+    pixels = [torch.tensor(np.asarray(common.read_image(file))).permute(2, 0, 1)[None] for file in files]
+    pixels = pixels or [torch.arange(3 * 40 * 50).view(1, 3, 40, 50).to(torch.uint8)]
+    expected = [original(x) for x in pixels]
     with common.replacing(path) as temporary:
         temporary.write_bytes(content.getvalue())
         with open(temporary, "rb") as file:
             portable = torch.export.load(file).module()
-        expected = [original(x) for x in samples]
-        apart = max((portable(x) - y).abs().max().item() for x, y in zip(samples, expected))
+        apart = max((portable(x) - p).abs().max().item() for x, p in zip(pixels, expected))
         if not apart <= SAME:
             common.die(
                 f"the exported model's probabilities differ by {apart:.1e} from the original's: none was written"
             )
-    what = f"{len(files)} images" if files else "random pixels"
-    print(f"{path}: the same as the original on {what} (probabilities differ by {apart:.0e}, allowed is {SAME:.0e})")
+    what = f"{len(files)} images" if files else "made-up pixels"
+    print(
+        f"{path}: on {what} its probabilities differ by {apart:.1e} from the original's ({SAME:.0e} would be too much)"
+    )
     if files:
-        squashed_by_pil = [torch.from_numpy(common.decode(file, size).copy())[None] for file in files]
-        apart = max((probabilities(model, x, "cpu") - y).abs().max() for x, y in zip(squashed_by_pil, expected))
-        print(f"torch's resizing instead of PIL's changes probabilities by {apart:.1e} at most")
+        by_pil = [probabilities(model, read_pixels(file, size)[None], "cpu") for file in files]
+        apart = max((a - b).abs().max().item() for a, b in zip(by_pil, expected))
+        print(f"torch's squashing instead of PIL's changes them by up to {apart:.1e}")
 
 
 # ---- 5. Go
@@ -218,26 +202,28 @@ if __name__ == "__main__":
     model, settings, classes = load_model(args.run, device)
     thresholds = find_thresholds(args.threshold, args.run, classes)
 
-    seen, rows, paths = [], [], find_files(args.images)
-    batches, unreadable = decode_all(paths, settings.image_size)
-    for files, pixels in batches:
-        p = probabilities(model, pixels, device)
-        for file, row in zip(files, p):
-            found = labels(row, thresholds, classes, args.top)
-            tqdm.write(f"{file}: {', '.join(f'{name} {value:.2f}' for name, value in found) or '-'}")
-        seen += files
-        rows.append(p)
+    files, p, problems, paths = [], [], [], find_files(args.images)
+    with ThreadPoolExecutor() as pool, tqdm(total=len(paths), leave=False, disable=not sys.stderr.isatty()) as bar:
+        for batch in common.in_batches(paths):
+            read = dict(zip(batch, pool.map(lambda path: read_pixels(path, settings.image_size), batch)))
+            problems += [pixels for pixels in read.values() if isinstance(pixels, str)]
+            images = {path: pixels for path, pixels in read.items() if torch.is_tensor(pixels)}
+            if images:
+                p.append(probabilities(model, torch.stack(list(images.values())), device))
+                for path, row in zip(images, p[-1]):
+                    bar.write(f"{path}: {labels(row, thresholds, classes, args.top)}")
+            files += images
+            bar.update(len(batch))
 
-    for path, problem in unreadable.items():
-        print(f"{path} can't be read: {problem}", file=sys.stderr)
-    if paths and not seen:
+    print("\n".join(problems), end="\n" if problems else "", file=sys.stderr)
+    if paths and not files:
         common.die(f"none of the {len(paths)} files is a readable image")
-    if args.csv and seen:
-        write_csv(Path(args.csv), seen, torch.cat(rows), classes)
-    if args.figure and seen:
-        draw(Path(args.figure), seen[:ON_A_FIGURE], torch.cat(rows), thresholds, classes, args.top)
-        if len(seen) > ON_A_FIGURE:
-            print(f"{args.figure} shows the first {ON_A_FIGURE} of {len(seen)} images")
+    if files and args.csv:
+        write_csv(Path(args.csv), files, torch.cat(p), classes)
+    if files and args.figure:
+        draw(Path(args.figure), files[:ON_A_FIGURE], torch.cat(p), thresholds, classes, args.top)
+        print(f"{args.figure}: {len(files[:ON_A_FIGURE])} of {len(files)} images")
     if args.export:
-        export(model, settings.image_size, classes, thresholds, seen[:16], Path(args.export))
-    sys.exit(1 if unreadable else 0)
+        about = {"classes": classes, "thresholds": dict(zip(classes, thresholds.tolist()))}
+        export(Path(args.export), model, settings.image_size, about, files[:CHECKED])
+    sys.exit(1 if problems else 0)
