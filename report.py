@@ -290,7 +290,7 @@ def as_markdown(table):
 
 def tex(text):
     special = {"\\": r"\textbackslash{}", "~": r"$\sim$", "^": r"\^{}", "±": r"$\pm$"}
-    special |= {char: f"\\{char}" for char in "&%$#_{}"}
+    special |= {char: f"\\{char}" for char in "&%$#_{}"} | {char: f"${char}$" for char in "<>|"}
     return "".join(special.get(char, char) for char in text).replace("--", "-{}-")  # two hyphens, not a dash
 
 
@@ -391,14 +391,17 @@ def difference_bars(rows):
 
 def gallery(rows, args):
     """Test images with the probabilities that one run of each method gives them"""
-    device, p = common.find_device(args.device), []
+    device, p, first = common.find_device(args.device), [], None
     for run in (min(row.runs, key=lambda run: run.settings.seed) for row in rows):
         model, settings, classes = predict.load_model(run.path, device)
         data = common.load(replace(settings, data_root=args.data_root or settings.data_root))
-        if not data.test or data.classes != classes:
-            common.die(f"{run.dataset} has no test images now, or other classes than {run.path}")
-        sample = np.random.RandomState(args.seed).permutation(len(data.test))[:SAMPLE]
-        batches = [data.test.images[rows] for rows in common.in_batches(sample)]
+        first = first or data
+        if not data.test or data.classes != classes or data.test.images.names != first.test.images.names:
+            common.die(f"the test images or classes of {settings.dataset} are not those of all these runs")
+        sample = np.random.RandomState(args.seed).permutation(len(data.test))[
+            :SAMPLE
+        ]  # rows of the file, all of it test
+        batches = [data.test.images[batch] for batch in common.in_batches(sample)]
         for batch in batches:
             if isinstance(batch, str):
                 common.die(batch)
@@ -432,7 +435,10 @@ def image_card(rows, data, image, p, observed):
 
 def thumbnail(images, row):
     path = images.image_folder / images.names[row]
-    image = common.read_image(path) if path.is_file() else Image.fromarray(images[[row]][0].numpy())
+    try:
+        image = common.read_image(path) if path.is_file() else Image.fromarray(images[[row]][0].numpy())
+    except common.UNREADABLE as problem:
+        common.die(f"{path} can't be read: {problem}")
     image.thumbnail((224, 224))
     content = io.BytesIO()
     image.save(content, "jpeg", quality=80)
@@ -469,7 +475,7 @@ def section(template, name, rows, args, warn):
 
 
 def write_page(datasets, args, warnings):
-    head, template, foot = PAGE.read_text().split("<!-- a data set -->\n")
+    head, template, foot = PAGE.read_text("utf-8").split("<!-- a data set -->\n")
     parts = [section(template, name, rows, args, warnings.append) for name, rows in datasets.items()]
     if len(datasets) > 1:
         parts.insert(0, html_table(overview(datasets)))
@@ -480,7 +486,7 @@ def write_page(datasets, args, warnings):
     warned = f"<details><summary>Warnings: {len(warnings)}</summary><ul>{noted}</ul></details>" if noted else ""
     page = head.replace("$warnings", warned) + "".join(parts) + foot.replace("$AP", AP)
     with common.replacing(Path(args.html)) as temporary:
-        temporary.write_text(page)
+        temporary.write_text(page, "utf-8")
 
 
 # ---- 5. Go

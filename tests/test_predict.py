@@ -155,7 +155,7 @@ assert "common" not in sys.modules
 """
 
 
-def test_an_exported_model_works_elsewhere(trained, script, folder, capsys, monkeypatch):
+def test_an_exported_model_works_elsewhere(trained, script, folder, capsys):
     run_predict(script, trained, folder / "a.png", folder / "deep", "--export", "model.pt2")
     out = capsys.readouterr().out
     assert "on 2 images its probabilities differ by 0.0e+00" in out

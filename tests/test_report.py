@@ -141,7 +141,6 @@ def test_published_figures(compare, workplace, trained, like_the_papers):
 
 
 def test_published_figures_are_the_papers():
-    """Those of methods.md and of Table 1 of Zhou et al., by their place in the file"""
     assert set(map(len, report.PUBLISHED.values())) == {len(report.PUBLISHED_ON)} == {4}
     assert report.PUBLISHED["vlpl.py"] == (89.10, 71.45, 49.55, 24.02)
     assert report.PUBLISHED["em_apl.py"] == (89.19, 70.87, 47.59, 21.84)
