@@ -170,7 +170,10 @@ def export(path, model, size, about, files):
     """Writes path, reads it again, and keeps it only if it computes what the model does."""
     original, vary = Portable(model.cpu(), size).eval(), torch.export.Dim.DYNAMIC
     example = torch.zeros(2, 3, size + 3, size + 5, dtype=torch.uint8)  # sizes that nothing takes for constants
-    program = torch.export.export(original, (example,), dynamic_shapes=({0: vary, 2: vary, 3: vary},))
+    try:
+        program = torch.export.export(original, (example,), dynamic_shapes=({0: vary, 2: vary, 3: vary},))
+    except Exception as problem:  # what a backbone of timm does is not always what torch can follow
+        common.die(f"torch can't export this model: {str(problem).splitlines()[0]}")
     content = io.BytesIO()
     torch.export.save(program, content, extra_files={"labels.json": json.dumps(about)})
     pixels = [torch.tensor(np.asarray(common.read_image(file))).permute(2, 0, 1)[None] for file in files]

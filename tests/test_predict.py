@@ -197,6 +197,7 @@ def test_an_export_that_differs_is_not_written(trained, script, workplace, monke
     [
         ("an.py", ("--linear", "--backbone", "test_efficientnet")),  # timm; the backbone is in best.pt too
         ("pu_mlc.py", ("--lgconv", "--backbone", "resnet18")),  # torchvision; a model of the method's own
+        ("lac.py", ("--dim", 16, "--heads", 2, "--ffn", 16, "--project_dim", 8)),
     ],
 )
 def test_other_models_are_built_again(script, squares, workplace, name, flags, capsys):
@@ -204,6 +205,14 @@ def test_other_models_are_built_again(script, squares, workplace, name, flags, c
     images = f"{squares}/images/val_0.png", f"{squares}/images/val_1.png"
     run_predict(script, only_run(workplace), *images, "--export", "model.pt2")
     assert "on 2 images" in capsys.readouterr().out
+    assert torch.export.load("model.pt2").module()(torch.zeros(5, 3, 20, 90, dtype=torch.uint8)).shape == (5, 4)
+
+
+def test_a_model_that_cant_be_exported(trained, script, workplace, monkeypatch):
+    monkeypatch.setattr(torch.export, "export", lambda *_, **__: 1 / 0)
+    with pytest.raises(SystemExit, match="error: torch can't export this model: division by zero"):
+        script("predict.py", trained, "--export", "model.pt2")
+    assert not list(workplace.iterdir())
 
 
 def test_pretrained_weights_are_not_asked_for(trained, workplace, monkeypatch):
