@@ -93,9 +93,8 @@ def parse(args_class, presets, argv=None):
     if earlier:
         start = read_run_settings(args_class, earlier)
     else:
-        name = Path(first.dataset).name
-        partial = first.known_ratio.strip("0.") and presets.get(f"{name} partial")  # "0.0" is none either
-        start = args_class(dataset=first.dataset, **(partial or presets.get(name, {})))
+        partial = first.known_ratio.strip("0.") != ""  # "0.0" is none either
+        start = preset_settings(args_class, presets, first.dataset, partial)
     args = tyro.cli(args_class, args=argv, default=start, use_underscores=True)
     if earlier:
         changed = [f.name for f in fields(args) if getattr(args, f.name) != getattr(start, f.name)]
@@ -122,6 +121,13 @@ def parse(args_class, presets, argv=None):
     if not 0 <= args.known_ratio <= 1:
         die(f"--known_ratio is a share between 0 and 1, not {args.known_ratio}")
     return args
+
+
+def preset_settings(args_class, presets, dataset, partial):
+    """The script's defaults, and over them its preset for the data set"""
+    name = Path(dataset).name
+    preset = presets.get(name, {})
+    return args_class(dataset=dataset, **(presets.get(f"{name} partial", preset) if partial else preset))
 
 
 def read_run_settings(args_class, run):
@@ -175,12 +181,16 @@ def draw_known_positives(y, ratio, seed=PROTOCOL_SEED):
     return z
 
 
-def decode(path, size, resample=Image.Resampling.BILINEAR):
-    """The protocol's transform: RGB, squashed to size x size, bilinear. -> uint8 (size, size, 3)"""
+def read_image(path):
     with Image.open(path) as image:
         if image.mode.startswith("I"):  # 16 bits of grey, which PIL would cut off at 255
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        return np.asarray(image.convert("RGB").resize((size, size), resample))
+        return image.convert("RGB")
+
+
+def decode(path, size, resample=Image.Resampling.BILINEAR):
+    """The protocol's transform: RGB, squashed to size x size, bilinear. -> uint8 (size, size, 3)"""
+    return np.asarray(read_image(path).resize((size, size), resample))
 
 
 def hash_names(names):
@@ -732,6 +742,21 @@ def import_tensorboard():
     return SummaryWriter
 
 
+def find_device(name):
+    """--device -> torch.device"""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as problem:
+        die(f"--device {name}: {str(problem).splitlines()[0]}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        die(f"--device {name}: torch sees no CUDA device here; use --device cpu")
+    if device.type not in ("cpu", "cuda"):
+        die(f"--device {name}: only cpu and cuda are known here")
+    return device
+
+
 def ignore_ctrl_c(_):
     """Of the processes that Ctrl-C reaches, only the main one speaks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -761,16 +786,7 @@ class Run:
 
     def join_processes(self, name):
         """Joins the other processes under torchrun; -> this process's device"""
-        if name == "auto":
-            name = "cuda" if torch.cuda.is_available() else "cpu"
-        try:
-            device = torch.device(name)
-        except RuntimeError as problem:
-            die(f"--device {name}: {str(problem).splitlines()[0]}")
-        if device.type == "cuda" and not torch.cuda.is_available():
-            die(f"--device {name}: torch sees no CUDA device here; use --device cpu")
-        if device.type not in ("cpu", "cuda"):
-            die(f"--device {name}: only cpu and cuda are known here")
+        device = find_device(name)
         if dist.is_torchelastic_launched() and not dist.is_initialized():
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         if device.type == "cuda":
@@ -1107,7 +1123,8 @@ class Run:
         row = {"epoch": self.epoch, **self.mean_logs()}
         images_per_s = self.seen / (time.perf_counter() - self.started)
         models = {"raw": model, **others}
-        mAP = {name: self.measure(each, data.val)["mAP"] for name, each in models.items()}
+        logits = {name: self.predict(each, data.val) for name, each in models.items() if data.val}
+        mAP = {name: mean_average_precision(logits[name], data.val.y) if data.val else math.nan for name in models}
         best = max(mAP, key=mAP.get)
         model, row["val_mAP"] = models[best], mAP[best]
         row |= {f"mAP_{name}": mAP[name] for name in models if others}
@@ -1121,6 +1138,9 @@ class Run:
         if better:
             test = {f"test_{name}": value for name, value in test.items()}
             self.best = {"epoch": self.epoch, "val_mAP": row["val_mAP"], **test}
+            if data.val:
+                thresholds = best_f1_thresholds(logits[best].sigmoid(), data.val.y)
+                self.best["thresholds"] = dict(zip(data.classes, thresholds.tolist()))
         row |= {"images_per_s": images_per_s, "seconds": time.perf_counter() - self.epoch_started}
         self.rows.append(row)
         if rank() == 0 and better:
@@ -1309,3 +1329,17 @@ def f1_scores(scores, y, threshold=0.5):
     cp, cr = ratio(hits, guesses).mean().item(), ratio(hits, truths).mean().item()
     values = {"OP": op, "OR": recall, "OF1": harmonic(op, recall), "CP": cp, "CR": cr, "CF1": harmonic(cp, cr)}
     return {name: 100 * value for name, value in values.items()}
+
+
+def best_f1_thresholds(scores, y):
+    """(N, C) scores and labels -> (C,): the score of each class from which on (>=) to say yes for the best F1, the
+    highest of several; 0.5 where a class has no positive to judge by"""
+    scores = torch.as_tensor(scores).detach()
+    positive = torch.as_tensor(y).to(scores.device) == 1
+    ranked, order = scores.sort(dim=0, descending=True)
+    hits = positive.gather(0, order).cumsum(0)
+    guesses = torch.arange(1, len(scores) + 1, device=scores.device).view(-1, 1)
+    f1 = 2 * hits.double() / (guesses + positive.sum(0))
+    f1[:-1][ranked[:-1] == ranked[1:]] = -1  # equal scores are said yes to together
+    best = ranked.gather(0, f1.argmax(0, keepdim=True))[0]  # the first of equals
+    return torch.where(positive.any(0), best, 0.5)

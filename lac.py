@@ -249,7 +249,7 @@ class LabelWise(nn.Module):
         where = sine_positions(*fmap.shape[2:], fmap.shape[1], x.device)
         memory = fmap.flatten(2).transpose(1, 2)  # (B, H * W, dim)
         memory, _ = self.encoder(memory, memory + where, memory + where, memory)
-        f = self.queries.expand(len(x), -1, -1)
+        f = self.queries.expand(x.shape[0], -1, -1)  # len() would be a constant in an exported model
         for layer in self.decoder:
             f, attention = layer(f, f, memory + where, memory, weights)
         return f, attention.unflatten(2, fmap.shape[2:]) if weights else None

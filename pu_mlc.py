@@ -147,6 +147,13 @@ def add_lgconv(module, heads=8):
     return count
 
 
+def make_model(args, num_classes):
+    model = common.Classifier(args, num_classes)
+    if args.lgconv and not add_lgconv(model.body):
+        common.die(f"--lgconv: {args.backbone} has no 3x3 convolution that it could wrap")
+    return model
+
+
 # ---- 3. Train
 
 if __name__ == "__main__":
@@ -161,10 +168,7 @@ if __name__ == "__main__":
         common.die("--lgconv changes the backbone, which --linear freezes: leave out one of them")
     run = common.Run(args, __file__)
     data = common.load(args, run.device)
-    model = common.Classifier(args, len(data.classes))
-    if args.lgconv and not add_lgconv(model.body):  # new vs an.py
-        common.die(f"--lgconv: {args.backbone} has no 3x3 convolution that it could wrap")
-    model = run.prepare(model, data)
+    model = run.prepare(make_model(args, len(data.classes)), data)  # new vs an.py: --lgconv
     weights = [w for w in model.parameters() if w.requires_grad]
     optimizer = torch.optim.Adam(weights, lr=args.lr, weight_decay=args.weight_decay)
     # new vs an.py: schedule and average, where they are asked for

@@ -56,6 +56,14 @@ def squares(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def trained(tmp_path_factory, squares):
+    """A finished run of four epochs in a process of its own, which tests read only"""
+    folder = tmp_path_factory.mktemp("trained")
+    finish(start(ROOT / "an.py", "--dataset", squares, *SMALL, "--epochs", 4, "--workers", 0, cwd=folder))
+    return only_run(folder)
+
+
+@pytest.fixture(scope="session")
 def tiny_clip(tmp_path_factory):
     """A folder for local-dir: with a CLIP of open_clip that has learnt nothing; nobody changes it"""
     import open_clip

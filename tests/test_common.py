@@ -119,6 +119,27 @@ def test_f1_against_scikit_learn():
     assert f1["CR"] == pytest.approx(100 * recall_score(y, guess, average="macro"))
 
 
+def slow_threshold(scores, truth):
+    best, chosen = -1.0, 0.5
+    for threshold in sorted(set(scores), reverse=True) if any(truth) else []:
+        f1 = f1_score(truth, [score >= threshold for score in scores])
+        if f1 > best + 1e-12:
+            best, chosen = f1, threshold
+    return chosen
+
+
+@given(st.integers(1, 12), st.integers(0, 10**6), st.sampled_from([2, 5, 1000]))
+@settings(max_examples=60, deadline=None)
+def test_thresholds_against_a_loop(n, seed, levels):
+    """With ties, among scores and among F1s, and classes without a positive or without a negative"""
+    rs = np.random.RandomState(seed)
+    scores, y = rs.randint(0, levels, (n, 4)) / levels, rs.randint(0, 2, (n, 4))
+    y[:, 2], y[:, 3] = 0, 1
+    thresholds = common.best_f1_thresholds(torch.tensor(scores), torch.tensor(y))
+    assert thresholds.tolist() == [slow_threshold(scores[:, c].tolist(), y[:, c].tolist()) for c in range(4)]
+    assert thresholds[2] == 0.5
+
+
 # ---- settings
 
 

@@ -28,14 +28,6 @@ import an
 import common
 
 
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory, squares):
-    """A finished run of four epochs in a process of its own, which tests read only"""
-    folder = tmp_path_factory.mktemp("trained")
-    finish(start(ROOT / "an.py", "--dataset", squares, *SMALL, "--epochs", 4, "--workers", 0, cwd=folder))
-    return only_run(folder)
-
-
 def test_a_run_leaves_all_its_files(trained):
     assert {path.name for path in trained.iterdir()} == {
         *("config.json", "script.py", "metrics.csv", "last.pt", "best.pt", "curve.png", "result.json")

@@ -1,0 +1,515 @@
+"""Compare runs: a table like the papers', and a page with curves, classes and images
+
+    python report.py runs/*
+    python report.py runs/* --html report.html
+
+A row is a method: its script and those of its own flags that differ from the preset. Numbers are test mAP at the best
+validation epoch, mean ± standard deviation over the runs. The page is one file and needs no network.
+"""
+
+import base64
+import csv
+import io
+import json
+import shlex
+import sys
+from dataclasses import dataclass, fields, replace
+from html import escape
+from pathlib import Path
+from string import Template
+
+import numpy as np
+import torch
+import tyro
+from PIL import Image
+
+import common
+import predict
+
+# ---- 1. Settings
+
+
+@dataclass
+class Args:
+    runs: tyro.conf.Positional[tuple[str, ...]]  # run directories
+    markdown: bool = False  # print the tables as Markdown
+    latex: bool = False  # print the tables as LaTeX, for booktabs
+    csv: bool = False  # print one table with all classes as CSV
+    html: str = ""  # write a page to this file
+    classes: int = 20  # classes in the table of differences from AN, the largest first (0: all)
+    data_root: str = ""  # where the data sets are, for the page's images (default: where the runs found them)
+    seed: int = 0  # of the page's choice of images
+    device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
+
+
+# Test mAP with a ResNet-50 at 448 pixels. Zhou et al. 2022, Table 1; but wan and epr: Cole et al. 2021 as quoted by Xie
+# et al. 2022, Table 2, without NUS, whose images were others; vlpl.py: Xing et al. 2024, Table 1; aevlp.py: its own
+# paper; lac.py: Xie et al. 2022, Tables 2 and 3.
+PUBLISHED_ON = ("voc", "coco", "nus", "cub")
+PUBLISHED = {
+    "an.py": (85.89, 64.92, 42.27, 18.31),
+    "an.py --loss wan": (86.5, 64.8, None, 20.3),
+    "an.py --loss dw": (86.98, 67.59, 45.71, 19.15),
+    "an.py --loss ls": (87.90, 67.15, 43.77, 16.26),
+    "an.py --loss n_ls": (88.12, 67.15, 43.86, 16.82),
+    "an.py --loss entmin": (53.16, 32.52, 19.38, 13.08),
+    "an.py --loss focal": (87.59, 68.79, 47.00, 19.80),
+    "an.py --loss asl": (87.76, 68.78, 46.93, 18.81),
+    "an.py --loss epr": (85.5, 63.3, None, 20.0),
+    "an.py --loss bce_1p_alln": (87.60, 71.39, 46.45, 20.65),
+    "an.py --loss bce_full": (89.42, 76.78, 52.08, 30.90),
+    "em_apl.py --no_apl": (89.09, 70.70, 47.15, 20.85),
+    "em_apl.py": (89.19, 70.87, 47.59, 21.84),
+    "vlpl.py": (89.10, 71.45, 49.55, 24.02),
+    "aevlp.py --no_damp": (89.83, 73.17, 49.08, 21.64),
+    "aevlp.py": (90.46, 73.54, 50.70, 24.89),
+    "lac.py --no_plc --no_lac": (87.6, 72.3, 48.5, 18.6),
+    "lac.py --no_lac": (89.0, 73.7, None, None),
+    "lac.py --queue 0 --end_to_end": (84.5, 65.6, None, None),
+    "lac.py --queue 0": (89.2, 74.7, None, None),
+    "lac.py": (89.6, 75.6, 51.1, 23.3),
+}
+PUBLISHED_WITH = {"backbone": "resnet50", "image_size": 448, "weights": "imagenet", "linear": False, "init_from": ""}
+FOOTNOTE = "published: with a ResNet-50 at 448 pixels"
+UNLIKE = "; ~: these runs have another backbone, size, start or CLIP, so the two can't be compared"
+
+SHARED = ("epochs", "batch_size", "lr", "patience", "image_size", "backbone", "weights")  # in every script
+CLIP = ("clip_model", "clip_pretrained")
+NOT_COMPARED = {*common.RESUME_MAY_CHANGE, "compile", "seed", "dataset"}
+AN = "an.py"
+COLOURS = ("#8a8a8a", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # Okabe and Ito; AN is grey
+PAGE = Path(__file__).with_name("report_page.html")
+SAMPLE, SHOWN = 256, 12  # test images that are looked at, and of these on the page
+
+# ---- 2. Runs
+
+
+@dataclass
+class Run:
+    path: Path
+    script: str
+    settings: common.Args
+    preset: common.Args  # what they would be if nothing had been said
+    mAP: float
+    AP: dict
+    seconds: float
+    epochs: list  # rows of metrics.csv
+    commit: str
+    around: dict  # where it ran
+
+    @property
+    def dataset(self):
+        return Path(self.settings.dataset).name
+
+    def method(self, without=()):
+        """an.py --loss ls: the script, and what of its own differs from the preset"""
+        shared = {field.name for field in fields(common.Args)} | {*SHARED, *without}
+        words = [self.script]
+        for name in (field.name for field in fields(self.settings) if field.name not in shared):
+            value = getattr(self.settings, name)
+            if value != getattr(self.preset, name) and not name.startswith("show_"):
+                words += as_flag(name, value)
+        return shlex.join(words)
+
+    def compared(self):
+        """{what may differ between runs: (value, the preset's value)}"""
+        names = [field.name for field in fields(common.Args) if field.name not in NOT_COMPARED]
+        chosen = {name: (getattr(self.settings, name), getattr(self.preset, name)) for name in (*names, *SHARED)}
+        return chosen | {name: (value, None) for name, value in self.around.items()}
+
+    def published(self):
+        """-> figure or None, whether it was reached with what this run has"""
+        known = PUBLISHED.get(self.method(without=CLIP))
+        if not known or self.dataset not in PUBLISHED_ON or self.settings.known_ratio:
+            return None, True
+        alike = all(getattr(self.settings, name) == value for name, value in PUBLISHED_WITH.items())
+        return known[PUBLISHED_ON.index(self.dataset)], alike and self.method() == self.method(without=CLIP)
+
+    def column(self, name):
+        """{epoch: value} of the epochs that have one"""
+        return {int(row["epoch"]): float(row[name]) for row in self.epochs if row.get(name)}
+
+
+def as_flag(name, value):
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no_{name}"]
+    if isinstance(value, tuple):
+        return [f"--{name}", *map(str, value)]
+    return [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
+
+
+def read_run(path):
+    script, config = predict.find_script(path)
+    settings = common.read_run_settings(script.Args, path)
+    preset = common.preset_settings(script.Args, script.PRESETS, settings.dataset, settings.known_ratio > 0)
+    method = f"{config['method']}.py"
+    result = common.read_json(path / "result.json", f"{path} is unfinished, go on with python {method} --resume {path}")
+    with open(path / "metrics.csv", newline="") as file:
+        epochs = list(csv.DictReader(file))
+    mAP = np.nan if result["test_mAP"] is None else result["test_mAP"]
+    AP = {name: 100 * value for name, value in result["test_AP"].items()}
+    around = {"commit": config["commit"].removesuffix("-dirty")[:7], "torch": config["versions"]["torch"]}
+    around |= {"device": config["device"], "processes": config["processes"], "number of classes": len(AP)}
+    return Run(path, method, settings, preset, mAP, AP, result["seconds"], epochs, config["commit"], around)
+
+
+def read_runs(paths, warn):
+    """What can't be compared is left out, with a warning."""
+    for path in map(Path, paths):
+        try:
+            yield read_run(path)
+        except SystemExit as problem:
+            warn(f"left out: {str(problem).removeprefix('error: ')}")
+        except (KeyError, TypeError, ValueError, OSError) as problem:
+            warn(f"left out: {path} is damaged or of another version ({problem!r})")
+
+
+@dataclass
+class Row:
+    """The runs of one method on one data set"""
+
+    method: str
+    runs: list
+    style: str  # its colour, the same wherever it appears
+
+    def over_runs(self, values):
+        """mean, standard deviation; NaN where there is none"""
+        return np.mean(values), np.std(values, ddof=1) if len(values) > 1 else np.nan
+
+    def mAP(self):
+        return self.over_runs([run.mAP for run in self.runs])
+
+    def AP(self, name):
+        return self.over_runs([run.AP.get(name, np.nan) for run in self.runs])
+
+    def seconds(self):
+        return np.mean([run.seconds for run in self.runs])
+
+    def images_per_s(self):
+        return np.mean([speed for run in self.runs for speed in run.column("images_per_s").values()])
+
+    def published(self):
+        figures = [run.published() for run in self.runs]
+        return figures[0][0], all(alike for _, alike in figures)
+
+
+def group(runs):
+    """{data set: [Row]}, AN first, then by mAP"""
+    found, methods = {}, [AN]
+    for run in runs:
+        found.setdefault(run.dataset, {}).setdefault(run.method(), []).append(run)
+        methods += [run.method()] if run.method() not in methods else []
+    style = {
+        method: f"--c:{COLOURS[i % len(COLOURS)]};--d:{'4 3' if i >= len(COLOURS) else 'none'}"
+        for i, method in enumerate(methods)
+    }
+    order = lambda row: (row.method != AN, row.mAP()[0])
+    rows = lambda methods: [Row(method, runs, style[method]) for method, runs in methods.items()]
+    return {dataset: sorted(rows(methods), key=order) for dataset, methods in found.items()}
+
+
+def check(dataset, rows, warn):
+    """Warns of all that would make a comparison unfair."""
+    runs = [run for row in rows for run in row.runs]
+    compared = [(run.method(), run.compared()) for run in runs]
+    for name in compared[0][1]:
+        methods = {}
+        for method, settings in compared:
+            methods.setdefault(settings[name][0], {})[method] = None
+        if len(methods) > 1 and any(value != preset for value, preset in (settings[name] for _, settings in compared)):
+            said = ", ".join(f"{value or 'none'} ({', '.join(who)})" for value, who in methods.items())
+            warn(f"{dataset}: the runs differ in {name}: {said}")
+    for row in rows:
+        seeds = [run.settings.seed for run in row.runs]
+        for seed in sorted({seed for seed in seeds if seeds.count(seed) > 1}):
+            warn(f"{dataset}: {row.method} has {seeds.count(seed)} runs of seed {seed}")
+    dirty = [str(run.path) for run in runs if run.commit.endswith("-dirty")]
+    if dirty:
+        warn(f"{dataset}: {len(dirty)} runs with changes that were not committed: {', '.join(dirty)}")
+
+
+# ---- 3. Tables
+
+
+def number(value, form=".2f"):
+    return "-" if value is None or np.isnan(value) else f"{value:{form}}"
+
+
+def spread(mean, std):
+    return "-" if np.isnan(mean) else f"{mean:.2f} ± {number(std)}"
+
+
+def overview(datasets):
+    """methods x data sets"""
+    mAP = {(row.method, name): spread(*row.mAP()) for name, rows in datasets.items() for row in rows}
+    methods = dict.fromkeys(method for method, _ in mAP)
+    return [["method", *datasets], *([m, *(mAP.get((m, name), "-") for name in datasets)] for m in methods)]
+
+
+def details(rows):
+    table = [["method", "runs", "test mAP", "published", "difference", "minutes", "images/s"]]
+    for row in rows:
+        (mean, std), (figure, alike) = row.mAP(), row.published()
+        shown = [figure, mean - figure] if figure else []
+        known = [("" if alike else "~") + number(*value) for value in zip(shown, (".2f", "+.2f"))] or ["-", "-"]
+        ends = [number(row.seconds() / 60, ".1f"), number(row.images_per_s(), ".0f")]
+        table.append([row.method, str(len(row.runs)), spread(mean, std), *known, *ends])
+    return table
+
+
+def footnote(rows):
+    figures = [row.published() for row in rows]
+    if not any(figure for figure, _ in figures):
+        return ""
+    return FOOTNOTE + ("" if all(alike for _, alike in figures) else UNLIKE)
+
+
+def differences(rows):
+    """[(class, AN's AP, [each other method's AP minus AN's])], the largest first; nothing where AN was not run"""
+    an, *others = rows
+    if an.method != AN or not others:
+        return []
+    AP = {name: an.AP(name)[0] for name in an.runs[0].AP}
+    found = [(name, base, [row.AP(name)[0] - base for row in others]) for name, base in AP.items()]
+    return sorted(found, key=lambda line: -np.nan_to_num(np.abs(line[2])).max())
+
+
+def difference_table(rows, most):
+    header = ["AP of", AN, *(f"{row.method} - AN" for row in rows[1:])]
+    lines = differences(rows)[: most or None]
+    return [header, *([name, number(base), *(number(d, "+.2f") for d in ds)] for name, base, ds in lines)]
+
+
+def as_text(table):
+    widths = [max(map(len, column)) for column in zip(*table)]
+    pad = lambda i, cell: cell.rjust(widths[i]) if i else cell.ljust(widths[i])
+    return "\n".join("  ".join(pad(i, cell) for i, cell in enumerate(line)) for line in table)
+
+
+def as_markdown(table):
+    head, *body = [[escape(cell, quote=False).replace("|", "\\|") for cell in line] for line in table]
+    rule = ["---", *["--:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *body))
+
+
+def tex(text):
+    special = {"\\": r"\textbackslash{}", "~": r"$\sim$", "^": r"\^{}", "±": r"$\pm$"}
+    special |= {char: f"\\{char}" for char in "&%$#_{}"} | {char: f"${char}$" for char in "<>|"}
+    return "".join(special.get(char, char) for char in text).replace("--", "-{}-")  # two hyphens, not a dash
+
+
+def as_latex(table):
+    head, *body = [f"{' & '.join(map(tex, line))} \\\\" for line in table]
+    begin = f"\\begin{{tabular}}{{l{'r' * (len(table[0]) - 1)}}}"
+    return "\n".join([begin, r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"])
+
+
+def print_tables(datasets, args):
+    show = as_markdown if args.markdown else as_latex if args.latex else as_text
+    say = tex if args.latex else str
+    parts = [show(overview(datasets))] if len(datasets) > 1 else []
+    for name, rows in datasets.items():
+        parts += [say(name), show(details(rows)), say(footnote(rows))]
+        if differences(rows):
+            parts.append(show(difference_table(rows, args.classes)))
+    print("\n\n".join(filter(None, parts)))
+
+
+def print_csv(datasets):
+    """A line per method, and one per method and class"""
+    writer = csv.writer(sys.stdout)
+    about = ["runs", "mean", "std", "published", "difference", "seconds", "images_per_s"]
+    writer.writerow(["dataset", "method", "class", *about])
+    known = lambda values: ["" if value is None or np.isnan(value) else value for value in values]
+    for name, rows in datasets.items():
+        for row in rows:
+            figure, start = row.published()[0], [name, row.method]
+            ends = figure, row.mAP()[0] - figure if figure else None, row.seconds(), row.images_per_s()
+            writer.writerow([*start, "", len(row.runs), *known((*row.mAP(), *ends))])
+            for label in row.runs[0].AP:
+                writer.writerow([*start, label, len(row.runs), *known(row.AP(label)), "", "", "", ""])
+
+
+# ---- 4. Page
+
+
+def line_chart(title, lines):
+    """lines: [(row, run or mean, what it is, {epoch: value})] -> SVG"""
+    from matplotlib.ticker import MaxNLocator
+
+    epochs, values = zip(*(point for *_, line in lines for point in line.items()))
+    left, right = min(epochs), max(epochs)
+    x_ticks = [tick for tick in MaxNLocator(6, integer=True).tick_values(left, right) if left <= tick <= right]
+    y_ticks = MaxNLocator(5).tick_values(min(values), max(values))
+    x = lambda epoch: 36 + 310 * (epoch - left) / max(right - left, 1)
+    y = lambda value: 190 - 175 * (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
+    parts = [
+        f'<path class="grid" d="M36 {y(tick):.1f}H350"/><text x="31" y="{y(tick) + 4:.1f}">{tick:g}</text>'
+        for tick in y_ticks
+    ]
+    parts += [f'<text x="{x(tick) + 3:.1f}" y="206">{tick:g}</text>' for tick in x_ticks]
+    for row, kind, what, line in lines:
+        path = "L".join(f"{x(epoch):.1f} {y(value):.1f}" for epoch, value in line.items())
+        parts.append(f'<path class="{kind}" style="{row.style}" d="M{path}"><title>{escape(what)}</title></path>')
+    svg = f'<svg viewBox="0 0 360 212" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
+    return f"<figure><figcaption>{escape(title)}</figcaption>{svg}</figure>"
+
+
+def curves(rows):
+    """Validation mAP, and how many of the pseudo-labels are right"""
+    columns = dict.fromkeys(name for row in rows for run in row.runs for line in run.epochs for name in line)
+    right = [name for name in columns if "precision" in name or name.endswith("_correct")]
+    charts = []
+    for title, names in (("validation mAP over epochs", ["val_mAP"]), ("pseudo-labels that are right, %", right)):
+        lines = []
+        for row, name in ((row, name) for row in rows for name in names):
+            found = {run.settings.seed: run.column(name) for run in row.runs if run.column(name)}
+            lines += [(row, "run", f"{row.method}: {name}, seed {seed}", line) for seed, line in found.items()]
+            common_epochs = sorted(set.intersection(*map(set, found.values()))) if found else []
+            mean = {epoch: np.mean([line[epoch] for line in found.values()]) for epoch in common_epochs}
+            lines += [(row, "mean", f"{row.method}: {name}, mean", mean)] if mean else []
+        charts += [line_chart(title, lines)] if lines else []
+    return "".join(charts)
+
+
+def bar(row, value, width, left=0.0):
+    """A method's bar; width and left in percent"""
+    said = f"{escape(row.method)} {value:.2f}"
+    return f'<i style="{row.style};left:{left:.1f}%;width:{width:.1f}%" title="{said}"></i>'
+
+
+def difference_bars(rows):
+    """A line per class: each method's AP minus AN's, to the left and right of zero"""
+    found = differences(rows)
+    if not found:
+        return ""
+    most = np.nanmax(np.abs([ds for *_, ds in found])) or 1
+    lines = [f'<div class="class scale"><span></span><div><b>-{most:.1f}</b><b>0</b><b>+{most:.1f}</b></div></div>']
+    for name, _, ds in found:
+        known = [(row, d) for row, d in zip(rows[1:], ds) if not np.isnan(d)]
+        bars = "".join(bar(row, d, 50 * abs(d) / most, 50 + 50 * min(d, 0) / most) for row, d in known)
+        name = escape(name)
+        lines.append(f'<div class="class" data-class="{name}"><span>{name}</span><div>{bars}</div></div>')
+    return f'<h4>AP per class, difference from {AN}</h4><div class="bars">{"".join(lines)}</div>'
+
+
+def gallery(rows, args):
+    """Test images with the probabilities that one run of each method gives them"""
+    device, p, first = common.find_device(args.device), [], None
+    for run in (min(row.runs, key=lambda run: run.settings.seed) for row in rows):
+        model, settings, classes = predict.load_model(run.path, device)
+        data = common.load(replace(settings, data_root=args.data_root or settings.data_root))
+        first = first or data
+        if not data.test or data.classes != classes or data.test.images.names != first.test.images.names:
+            common.die(f"the test images or classes of {settings.dataset} are not those of all these runs")
+        sample = np.random.RandomState(args.seed).permutation(len(data.test))[
+            :SAMPLE
+        ]  # rows of the file, all of it test
+        batches = [data.test.images[batch] for batch in common.in_batches(sample)]
+        for batch in batches:
+            if isinstance(batch, str):
+                common.die(batch)
+        p.append(torch.cat([predict.probabilities(model, batch, device) for batch in batches]))
+    p, observed = torch.stack(p), common.draw_single_positives(data.test.y)  # (methods, images, C), (N, C)
+    kinds = {f"The first {SHOWN} of a random order (seed {args.seed})": range(min(SHOWN, len(sample)))}
+    if len(rows) > 1:
+        apart = (p.amax(0) - p.amin(0)).mean(1)
+        title = f"Of {len(sample)} random ones, the {SHOWN} on which the methods' probabilities are furthest apart"
+        kinds[title] = apart.argsort(descending=True)[:SHOWN].tolist()
+    parts = []
+    for title, places in kinds.items():
+        cards = [image_card(rows, data, sample[i], p[:, i], observed[sample[i]]) for i in places]
+        parts.append(f'<h4>{title}</h4><div class="cards">{"".join(cards)}</div>')
+    return "".join(parts)
+
+
+def image_card(rows, data, image, p, observed):
+    """p: (methods, C). Shown are the true classes and the highest of the others."""
+    order, y = p.amax(0).argsort(descending=True).tolist(), data.test.y[image]
+    true, false = [c for c in order if y[c]], [c for c in order if not y[c]]
+    lines = []
+    for c in true[:6] + false[: max(2, 5 - len(true))]:
+        kind = "observed" if observed[c] else "true" if y[c] else "false"
+        bars = "".join(bar(row, value, 100 * value) for row, value in zip(rows, p[:, c].tolist()))
+        lines.append(f'<div class="p {kind}"><span>{escape(data.classes[c])}</span><div>{bars}</div></div>')
+    names = escape(json.dumps([data.classes[c] for c in true]))
+    picture = thumbnail(data.test.images, image)
+    return f'<figure class="card" data-true="{names}"><img alt="" src="{picture}">{"".join(lines)}</figure>'
+
+
+def thumbnail(images, row):
+    path = images.image_folder / images.names[row]
+    try:
+        image = common.read_image(path) if path.is_file() else Image.fromarray(images[[row]][0].numpy())
+    except common.UNREADABLE as problem:
+        common.die(f"{path} can't be read: {problem}")
+    image.thumbnail((224, 224))
+    content = io.BytesIO()
+    image.save(content, "jpeg", quality=80)
+    return f"data:image/jpeg;base64,{base64.b64encode(content.getvalue()).decode()}"
+
+
+def html_table(table):
+    head, *body = table
+    heads = "".join(f'<th scope="col"><button>{escape(cell)}</button></th>' for cell in head)
+    words = lambda cell: " ".join(f"<span>{escape(word)}</span>" for word in cell.split())  # no line ends within one
+    lines = ["".join(f"<td>{words(cell)}</td>" for cell in line) for line in body]
+    rows = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>'
+
+
+def section(template, name, rows, args, warn):
+    """A data set's part of the page"""
+    try:
+        images = gallery(rows, args)
+    except SystemExit as problem:  # data or weights are elsewhere: the rest of the page needs neither
+        reason = str(problem).removeprefix("error: ")
+        warn(f"no images of {name}: {reason}")
+        images = f'<p class="note">No images: {escape(reason)}</p>'
+    return Template(template).substitute(
+        name=escape(name),
+        keys="".join(f'<span style="{row.style}">{escape(row.method)}</span>' for row in rows),
+        table=html_table(details(rows)),
+        footnote=escape(footnote(rows)),
+        curves=curves(rows),
+        options="".join(f"<option>{escape(label)}</option>" for label in sorted(rows[0].runs[0].AP)),
+        bars=difference_bars(rows),
+        images=images,
+    )
+
+
+def write_page(datasets, args, warnings):
+    head, template, foot = PAGE.read_text("utf-8").split("<!-- a data set -->\n")
+    parts = [section(template, name, rows, args, warnings.append) for name, rows in datasets.items()]
+    if len(datasets) > 1:
+        parts.insert(0, html_table(overview(datasets)))
+    per_class = lambda label, rows: [[row.method, row.style, *map(number, row.AP(label))] for row in rows]
+    AP = {name: {label: per_class(label, rows) for label in rows[0].runs[0].AP} for name, rows in datasets.items()}
+    AP = json.dumps(AP).replace("<", "\\u003c")  # so that no name ends the script
+    noted = "".join(f"<li>{escape(warning)}</li>" for warning in warnings)
+    warned = f"<details><summary>Warnings: {len(warnings)}</summary><ul>{noted}</ul></details>" if noted else ""
+    page = head.replace("$warnings", warned) + "".join(parts) + foot.replace("$AP", AP)
+    with common.replacing(Path(args.html)) as temporary:
+        temporary.write_text(page, "utf-8")
+
+
+# ---- 5. Go
+
+if __name__ == "__main__":
+    args = tyro.cli(Args, use_underscores=True)
+    if args.markdown + args.latex + args.csv > 1:
+        common.die("--markdown, --latex and --csv exclude each other")
+    warnings = []
+    datasets = group(read_runs(args.runs, warnings.append))
+    if not datasets:
+        common.die(f"there is nothing to compare ({'; '.join(warnings) or 'no run was named'})")
+    for name, rows in datasets.items():
+        check(name, rows, warnings.append)
+    if args.csv:
+        print_csv(datasets)
+    else:
+        print_tables(datasets, args)
+    if args.html:
+        write_page(datasets, args, warnings)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)

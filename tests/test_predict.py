@@ -1,0 +1,243 @@
+"""predict.py: the model of a run, on images of any kind, and carried away"""
+
+import csv
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, SMALL, only_run
+from PIL import Image
+
+import an
+import common
+import predict
+import pu_mlc
+
+
+@pytest.fixture
+def folder(workplace, squares):
+    """Images of several kinds and modes, and what is none"""
+    folder = workplace / "photos"
+    (folder / "deep").mkdir(parents=True)
+    image = Image.open(f"{squares}/images/val_0.png")
+    image.save(folder / "a.png")
+    image.resize((90, 30)).save(folder / "deep" / "b.jpg")
+    image.convert("L").save(folder / "c.bmp")
+    image.convert("RGBA").save(folder / "d.webp")
+    image.convert("P").save(folder / "e.gif")
+    image.convert("CMYK").save(folder / "f.tif")
+    Image.fromarray(np.arange(600, dtype=np.uint16).reshape(20, 30) * 100).save(folder / "g.png")
+    return folder
+
+
+def lines_of(out):
+    return dict(re.findall(r"^(.*?): (.*)$", out, re.M))
+
+
+def run_predict(script, *arguments, code=0):
+    with pytest.raises(SystemExit) as ended:
+        script("predict.py", *arguments)
+    assert ended.value.code == code
+
+
+def test_probabilities_are_those_of_the_run(trained, script, squares, workplace):
+    """Against Run.predict on the whole test set, from files in another order"""
+    args = common.parse(an.Args, an.PRESETS, ["--eval_only", str(trained)])
+    run = common.Run(args, str(ROOT / "an.py"))
+    data = common.load(args)
+    model = run.prepare(common.Classifier(args, 4), data)
+    expected = run.predict(model, data.test).sigmoid()
+    names = [f"{squares}/images/{name}" for name in data.test.images.names]
+    run_predict(script, trained, *reversed(names), "--csv", "out.csv", "--device", "cpu")
+    with open("out.csv") as file:
+        header, *rows = csv.reader(file)
+    assert header == ["image", *data.classes]
+    assert [row[0] for row in rows] == names[::-1]
+    values = torch.tensor([[float(value) for value in row[1:]] for row in rows])
+    torch.testing.assert_close(values.flip(0), expected, rtol=0, atol=1e-6)
+
+
+def test_any_image_is_read_and_the_rest_is_listed(trained, script, folder, capsys):
+    (folder / "notes.txt").write_text("no image")
+    cut = folder / "deep" / "cut.png"
+    cut.write_bytes((folder / "a.png").read_bytes()[:-500])
+    run_predict(script, trained, folder, "nowhere.jpg", "--csv", "out.csv", code=1)
+    out, err = capsys.readouterr()
+    images = ["a.png", "c.bmp", "d.webp", "deep/b.jpg", "e.gif", "f.tif", "g.png"]
+    assert list(lines_of(out)) == [str(folder / name) for name in images]
+    assert len(Path("out.csv").read_text().splitlines()) == 8
+    unreadable = [line.split(" can't be read")[0] for line in err.splitlines()]
+    assert unreadable == [str(cut), str(folder / "notes.txt"), "nowhere.jpg"]
+
+
+def test_nothing_readable_is_an_error(trained, script, workplace):
+    (workplace / "empty").mkdir()
+    with pytest.raises(SystemExit, match="none of the 1 files is a readable image"):
+        script("predict.py", trained, "empty")
+
+
+def test_thresholds_and_top(trained, script, folder, capsys):
+    result = json.loads((trained / "result.json").read_text())
+    run_predict(script, trained, folder / "a.png", "--threshold", 0, "--top", 3, "--csv", "out.csv")
+    line = lines_of(capsys.readouterr().out)[str(folder / "a.png")]
+    with open("out.csv") as file:
+        ((_, *values),) = list(csv.reader(file))[1:]
+    p = dict(zip(common.read_state(trained / "best.pt")["classes"], map(float, values)))
+    highest = sorted(p, key=p.get, reverse=True)
+    assert line == ", ".join(f"{name} {p[name]:.2f}" for name in highest[:3])
+    run_predict(script, trained, folder / "a.png", "--threshold", "auto")
+    expected = [f"{name} {p[name]:.2f}" for name in highest if p[name] >= result["thresholds"][name]]
+    assert lines_of(capsys.readouterr().out)[str(folder / "a.png")] == (", ".join(expected) or "-")
+    run_predict(script, trained, folder / "a.png", "--threshold", 1)
+    assert lines_of(capsys.readouterr().out)[str(folder / "a.png")] == "-"
+
+
+def test_tuned_thresholds_are_those_of_validation(trained):
+    args = common.parse(an.Args, an.PRESETS, ["--eval_only", str(trained)])
+    data, (model, _, classes) = common.load(args), predict.load_model(trained, "cpu")
+    p = predict.probabilities(model, data.val.images[data.val.rows], "cpu")
+    for c, (name, threshold) in enumerate(json.loads((trained / "result.json").read_text())["thresholds"].items()):
+        assert name == classes[c]
+        f1 = lambda t: f1_of(p[:, c] >= t - 1e-6, data.val.y[:, c])  # noqa: B023
+        assert f1(threshold) == pytest.approx(max(map(f1, p[:, c].tolist())))
+
+
+def f1_of(guess, truth):
+    return 2 * (guess & (truth == 1)).sum().item() / (guess.sum() + truth.sum()).item()
+
+
+def test_small_mistakes_give_one_sentence(trained, script, workplace, folder):
+    shutil.copytree(trained, workplace / "old")
+    result = json.loads((trained / "result.json").read_text())
+    del result["thresholds"]
+    (workplace / "old/result.json").write_text(json.dumps(result))
+    shutil.copytree(trained, workplace / "foreign")
+    config = json.loads((trained / "config.json").read_text())
+    (workplace / "foreign/config.json").write_text(json.dumps({**config, "method": "other"}))
+    shutil.copytree(trained, workplace / "young", ignore=shutil.ignore_patterns("best.pt", "result.json"))
+    for arguments, expected in (
+        (("old", folder, "--threshold", "auto"), "old has no tuned thresholds"),
+        ((trained, folder, "--threshold", "high"), "--threshold high"),
+        ((trained, folder, "--threshold", 1.5), "--threshold 1.5"),
+        ((trained, folder, "--top", 0), "--top 0"),
+        ((trained, folder, "--device", "gpu"), "--device gpu"),
+        ((trained, folder, "--csv", "no/where.csv"), "no/where.csv can't be written"),
+        ((trained,), "name images"),
+        ((folder, folder), "is not a run directory"),
+        (("foreign", folder), "made by other.py, which is not here"),
+        (("young", folder), "young has no best.pt"),
+    ):
+        with pytest.raises(SystemExit, match=f"error: .*{expected}"):
+            script("predict.py", *arguments)
+
+
+def test_the_figure_shows_every_image(trained, script, folder):
+    run_predict(script, trained, folder, "--figure", "out.png")
+    with Image.open("out.png") as figure:
+        assert figure.width == round(4.4 * 4 * 110)  # four in a row
+        assert figure.height == round(2.2 * 2 * 110)  # of seven
+
+
+# Elsewhere: another process, another folder, nothing of this project to import
+ELSEWHERE = """
+import json, sys, torch
+files = {"labels.json": ""}
+model = torch.export.load("model.pt2", extra_files=files).module()
+print(json.loads(files["labels.json"])["classes"])
+torch.save([model(x) for x in torch.load("pixels.pt")], "probabilities.pt")
+assert "common" not in sys.modules
+"""
+
+
+def test_an_exported_model_works_elsewhere(trained, script, folder, capsys):
+    run_predict(script, trained, folder / "a.png", folder / "deep", "--export", "model.pt2")
+    out = capsys.readouterr().out
+    assert "on 2 images its probabilities differ by 0.0e+00" in out
+    assert float(re.search(r"PIL's changes them by up to (\S+)", out)[1]) < 0.02
+    pixels = [
+        torch.randint(256, shape, dtype=torch.uint8) for shape in ((1, 3, 32, 32), (5, 3, 17, 300), (2, 3, 99, 9))
+    ]
+    torch.save(pixels, "pixels.pt")
+    environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "['red', 'green', 'blue', 'white']"
+    model, args, _ = predict.load_model(trained, "cpu")
+    original = predict.Portable(model, args.image_size).eval()
+    with torch.no_grad():
+        for x, p in zip(pixels, torch.load("probabilities.pt")):
+            torch.testing.assert_close(p, original(x), rtol=0, atol=1e-5)
+
+
+def test_an_export_that_differs_is_not_written(trained, script, workplace, monkeypatch):
+    (workplace / "model.pt2").write_text("old")
+    load = torch.export.load
+
+    def broken(file):
+        program = load(file)
+        for weight in program.state_dict.values():
+            weight.data = weight.data * 1.5 if weight.is_floating_point() else weight.data
+        return program
+
+    monkeypatch.setattr(torch.export, "load", broken)
+    with pytest.raises(SystemExit, match="none was written"):
+        script("predict.py", trained, "--export", "model.pt2")
+    assert [path.name for path in workplace.iterdir()] == ["model.pt2"]
+    assert (workplace / "model.pt2").read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("an.py", ("--linear", "--backbone", "test_efficientnet")),  # timm; the backbone is in best.pt too
+        ("pu_mlc.py", ("--lgconv", "--backbone", "resnet18")),  # torchvision; a model of the method's own
+        ("lac.py", ("--dim", 16, "--heads", 2, "--ffn", 16, "--project_dim", 8)),
+    ],
+)
+def test_other_models_are_built_again(script, squares, workplace, name, flags, capsys):
+    script(name, "--dataset", squares, *SMALL, "--epochs", 1, "--max_steps", 2, "--workers", 0, *flags)
+    images = f"{squares}/images/val_0.png", f"{squares}/images/val_1.png"
+    run_predict(script, only_run(workplace), *images, "--export", "model.pt2")
+    assert "on 2 images" in capsys.readouterr().out
+    assert torch.export.load("model.pt2").module()(torch.zeros(5, 3, 20, 90, dtype=torch.uint8)).shape == (5, 4)
+
+
+def test_a_model_that_cant_be_exported(trained, script, workplace, monkeypatch):
+    monkeypatch.setattr(torch.export, "export", lambda *_, **__: 1 / 0)
+    with pytest.raises(SystemExit, match="error: torch can't export this model: division by zero"):
+        script("predict.py", trained, "--export", "model.pt2")
+    assert not list(workplace.iterdir())
+
+
+def test_pretrained_weights_are_not_asked_for(trained, workplace, monkeypatch):
+    """A run that started from ImageNet's weights carries its own."""
+    torch.manual_seed(0)
+    args = an.Args(dataset="x", backbone="resnet18", weights="none", image_size=32)
+    (workplace / "run").mkdir()
+    weights = common.Classifier(args, 2).state_dict()
+    torch.save({"model": weights, "classes": ["a", "b"]}, workplace / "run/best.pt")
+    settings = {**json.loads((trained / "config.json").read_text())["settings"], "backbone": "resnet18"}
+    config = {"method": "an", "settings": {**settings, "weights": "imagenet", "init_from": "gone"}}
+    (workplace / "run/config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda *_, **__: pytest.fail("a download"))
+    model, _, classes = predict.load_model(workplace / "run", "cpu")
+    assert classes == ["a", "b"]
+    assert torch.equal(model.head.weight, weights["head.weight"])
+
+
+def test_lists_in_a_config_are_tuples_again(trained, workplace):
+    from dataclasses import dataclass
+
+    @dataclass
+    class Args(pu_mlc.Args):
+        pair: tuple[float, float] = (0.0, 1.0)
+
+    settings = {**common.asdict(Args()), "pair": [0.5, 2.0]}
+    (workplace / "config.json").write_text(json.dumps({"settings": settings}))
+    assert common.read_run_settings(Args, workplace).pair == (0.5, 2.0)

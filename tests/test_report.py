@@ -1,0 +1,374 @@
+"""report.py: numbers worked out again, warnings provoked, the page looked at in a browser"""
+
+import contextlib
+import csv
+import html
+import io
+import json
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+from conftest import ROOT, SMALL, finish, only_run, start
+
+import report
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BAD_NAMES = ["</script><script>alert(1)</script>", "50% & more_#1", 'a "quoted" <b>|\\ name$', "white"]
+
+
+@pytest.fixture(scope="session")
+def pseudo(tmp_path_factory, squares):
+    """A finished run of another method, with pseudo-labels, which tests read only"""
+    folder = tmp_path_factory.mktemp("pseudo")
+    flags = ("--dataset", squares, *SMALL, "--epochs", 4, "--warmup", 2, "--patience", -1, "--workers", 0)
+    finish(start(ROOT / "em_apl.py", *flags, cwd=folder))
+    return only_run(folder)
+
+
+def copy(source, target, settings=(), result=(), **config):
+    """A run like another, but with these settings, results and notes"""
+    shutil.copytree(source, target)
+    for name, changes in (("config.json", {"commit": "abc1234", **config}), ("result.json", dict(result))):
+        content = json.loads((target / name).read_text()) | changes
+        if name == "config.json":
+            content["settings"] |= dict(settings)
+        (target / name).write_text(json.dumps(content))
+    return target
+
+
+@pytest.fixture
+def runs(workplace, trained, pseudo):
+    """Three runs of AN and one of EM + APL"""
+    for seed in range(3):
+        AP = dict(zip(("red", "green", "blue", "white"), np.random.RandomState(seed).rand(4)))
+        result = {"test_mAP": 100 * np.mean(list(AP.values())), "test_AP": AP}
+        copy(trained, workplace / f"runs/an-{seed}", {"seed": seed, "patience": -1}, result)
+    copy(pseudo, workplace / "runs/em_apl")
+    return sorted((workplace / "runs").iterdir())
+
+
+@pytest.fixture
+def compare(script):
+    """compare("runs/a", "--csv") -> what report.py printed, its warnings"""
+
+    def run(*arguments):
+        with contextlib.redirect_stderr(io.StringIO()) as warnings:
+            out = script("report.py", *arguments)
+        return out, warnings.getvalue().splitlines()
+
+    return run
+
+
+def read(run, name="result.json"):
+    return json.loads((run / name).read_text())
+
+
+# ---- tables
+
+
+def test_numbers_against_numpy(compare, runs):
+    out, warnings = compare(*runs, "--csv")
+    assert warnings == []
+    lines = list(csv.DictReader(io.StringIO(out)))
+    results = [read(run) for run in runs[:3]]
+    (an,) = (line for line in lines if line["method"] == "an.py" and not line["class"])
+    values = [result["test_mAP"] for result in results]
+    assert float(an["mean"]) == pytest.approx(np.mean(values))
+    assert float(an["std"]) == pytest.approx(np.std(values, ddof=1))
+    assert float(an["seconds"]) == pytest.approx(np.mean([result["seconds"] for result in results]))
+    with open(runs[0] / "metrics.csv") as file:  # all three are copies of one run
+        speeds = [float(row["images_per_s"]) for row in csv.DictReader(file)]
+    assert float(an["images_per_s"]) == pytest.approx(np.mean(speeds))
+    assert (an["dataset"], an["runs"], an["published"]) == ("squares", "3", "")
+    (blue,) = (line for line in lines if line["method"] == "an.py" and line["class"] == "blue")
+    values = [100 * result["test_AP"]["blue"] for result in results]
+    assert float(blue["mean"]) == pytest.approx(np.mean(values))
+    assert float(blue["std"]) == pytest.approx(np.std(values, ddof=1))
+    (em,) = (line for line in lines if line["method"].startswith("em_apl.py") and not line["class"])
+    assert float(em["mean"]) == read(runs[3])["test_mAP"]
+    assert em["std"] == ""  # one run has no spread
+    assert len(lines) == 2 * (1 + 4)
+
+
+def test_the_printed_table(compare, runs):
+    out, _ = compare(*runs)
+    values = [read(run)["test_mAP"] for run in runs[:3]]
+    assert f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f}" in out
+    assert f"{read(runs[3])['test_mAP']:.2f} ± -" in out
+    assert "em_apl.py --warmup 2 - AN" in out  # its own flag, not that of the trunk
+    for name, AP in read(runs[3])["test_AP"].items():
+        base = np.mean([read(run)["test_AP"][name] for run in runs[:3]])
+        assert re.search(rf"^{name} +{100 * base:.2f} +{re.escape(f'{100 * (AP - base):+.2f}')}$", out, re.M)
+    assert len(re.findall("^(red|green|blue|white) ", compare(*runs, "--classes", 2)[0], re.M)) == 2
+    assert " - AN" not in compare(runs[3])[0]
+
+
+def test_variants_are_rows_of_their_own(compare, runs, trained, pseudo, workplace):
+    copy(trained, workplace / "more/ls", {"loss": "ls", "l1": 1e-6})
+    copy(pseudo, workplace / "more/em", {"apl": False, "warmup": 5})
+    out, _ = compare(*runs, *(workplace / "more").iterdir())
+    assert re.findall(r"^(\S+\.py.*?)  ", out, re.M) == [
+        *("an.py", *sorted(["an.py --loss ls --l1 1e-06", "em_apl.py --warmup 2", "em_apl.py --no_apl"], key=out.index))
+    ]
+
+
+def test_several_datasets_make_an_overview(compare, runs, workplace, trained):
+    copy(trained, workplace / "other", {"dataset": "/data/voc"}, {"test_mAP": 50.0})
+    out, _ = compare(*runs, workplace / "other")
+    head, an, em, *_ = out.splitlines()
+    assert head.split() == ["method", "squares", "voc"]
+    assert an.endswith("50.00 ± -")
+    assert em.split()[0] == "em_apl.py"
+    assert em.endswith(" -")
+
+
+@pytest.mark.parametrize("like_the_papers", [True, False])
+def test_published_figures(compare, workplace, trained, like_the_papers):
+    like = {"image_size": 448, "backbone": "resnet50", "weights": "imagenet"} if like_the_papers else {}
+    for loss in ("an", "focal", "epr"):
+        copy(trained, workplace / loss, {"dataset": "voc", "loss": loss, **like}, {"test_mAP": 60.0})
+    out, _ = compare("an", "focal", "epr")
+    mark = "" if like_the_papers else "~"
+    assert re.search(rf"^an.py +1 +60.00 ± - +{mark}85.89 +{mark}-25.89 ", out, re.M)
+    assert re.search(rf"^an.py --loss focal +1 +60.00 ± - +{mark}87.59 +{mark}-27.59 ", out, re.M)
+    assert report.FOOTNOTE in out
+    assert (report.UNLIKE in out) != like_the_papers
+    copy(trained, workplace / "partial", {"dataset": "voc", "known_ratio": 0.5})
+    assert report.FOOTNOTE not in compare("partial")[0]  # another task
+
+
+def test_published_figures_are_the_papers():
+    assert set(map(len, report.PUBLISHED.values())) == {len(report.PUBLISHED_ON)} == {4}
+    assert report.PUBLISHED["vlpl.py"] == (89.10, 71.45, 49.55, 24.02)
+    assert report.PUBLISHED["em_apl.py"] == (89.19, 70.87, 47.59, 21.84)
+    assert report.PUBLISHED["an.py --loss bce_full"] == (89.42, 76.78, 52.08, 30.90)
+
+
+# ---- warnings
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "expected"),
+    [
+        ({"lr": 0.5}, {}, "squares: the runs differ in lr: 0.003 (an.py, em_apl.py --warmup 2), 0.5 (an.py)"),
+        ({"backbone": "resnet18"}, {}, "the runs differ in backbone: resnet_small (an.py, em"),
+        ({"linear": True}, {}, "the runs differ in linear: "),
+        (
+            {"init_from": "runs/x"},
+            {},
+            "the runs differ in init_from: none (an.py, em_apl.py --warmup 2), runs/x (an.py)",
+        ),
+        (
+            {},
+            {"commit": "fed9876"},
+            "the runs differ in commit: abc1234 (an.py, em_apl.py --warmup 2), fed9876 (an.py)",
+        ),
+        ({}, {"processes": 2}, "the runs differ in processes: 1 "),
+        ({}, {"device": "A100"}, "the runs differ in device: cpu "),
+        ({}, {"commit": "abc1234-dirty"}, "squares: 1 runs with changes that were not committed: runs/new"),
+        ({"seed": 1}, {}, "squares: an.py has 2 runs of seed 1"),
+        ({"workers": 5, "out": "x", "data_root": "y", "device": "cpu", "compile": True}, {}, None),
+    ],
+)
+def test_unfair_comparisons_are_warned_of(compare, runs, trained, workplace, settings, config, expected):
+    copy(trained, workplace / "runs/new", {"seed": 9, **settings}, **config)
+    _, warnings = compare(*runs, "runs/new")
+    assert len(warnings) == (expected is not None)
+    assert all(warning.startswith("warning: ") and expected in warning for warning in warnings)
+
+
+def test_methods_may_have_presets_of_their_own(compare, workplace, trained, pseudo):
+    """Without --patience AN never stops early and EM does; said on the command line it is a difference."""
+    copy(trained, workplace / "an")
+    copy(pseudo, workplace / "em", {"patience": 0})
+    assert compare("an", "em")[1] == []
+    copy(pseudo, workplace / "patient", {"patience": 3})
+    assert ["differ in patience" in line for line in compare("an", "patient")[1]] == [True]
+
+
+def test_what_is_no_finished_run_is_left_out(compare, script, runs, workplace, trained):
+    (workplace / "runs/grid").mkdir()
+    copy(trained, workplace / "runs/young")
+    (workplace / "runs/young/result.json").unlink()
+    copy(trained, workplace / "runs/foreign", method="other")
+    copy(trained, workplace / "runs/older", {"extinct": 1})
+    copy(trained, workplace / "runs/damaged")
+    (workplace / "runs/damaged/result.json").write_text("{}")
+    left_out = ("grid", "young", "foreign", "older", "damaged")
+    out, warnings = compare(*runs, *(f"runs/{name}" for name in left_out))
+    assert out == compare(*runs)[0]
+    for name, warning, reason in zip(
+        left_out,
+        warnings,
+        (
+            "not a run directory",
+            "unfinished, go on with python an.py --resume runs/young",
+            "other.py",
+            "extinct",
+            "test_mAP",
+        ),
+        strict=True,
+    ):
+        assert f"warning: left out: runs/{name} " in warning
+        assert reason in warning
+    for arguments, expected in (
+        (["runs/young"], "nothing to compare.*unfinished"),
+        ([*runs, "--csv", "--latex"], "exclude"),
+    ):
+        with pytest.raises(SystemExit, match=f"error: .*{expected}"):
+            script("report.py", *arguments)
+
+
+# ---- formats and names
+
+
+@pytest.fixture
+def badly_named(workplace, trained, pseudo):
+    """Two runs whose classes are called what no one should call a class"""
+    for name, source in (("a", trained), ("b", pseudo)):
+        AP = dict(zip(BAD_NAMES, read(source)["test_AP"].values()))
+        copy(source, workplace / f"bad/{name}", {"dataset": "/x/<i>&_set"}, {"test_AP": AP})
+    return sorted((workplace / "bad").iterdir())
+
+
+def test_markdown(compare, badly_named):
+    out, _ = compare(*badly_named, "--markdown")
+    lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in out.splitlines() if line.startswith("|")]
+    assert [len(line) for line in lines] == [7] * 4 + [3] * 6
+    cells = {html.unescape(line[0].strip()).replace("\\|", "|") for line in lines}
+    assert cells >= set(BAD_NAMES)
+    assert "<script>" not in out
+
+
+def test_latex(compare, badly_named):
+    out, _ = compare(*badly_named, "--latex")
+    assert out.count(r"\begin{tabular}") == out.count(r"\end{tabular}") == 2
+    body = [line for line in out.splitlines() if line.endswith(r"\\")]
+    assert [len(re.findall(r"(?<!\\)&", line)) for line in body] == [6] * 3 + [2] * 5
+    assert r"50\% \& more\_\#1" in out
+    assert r"\textbackslash{} name\$" in out
+    assert r"$\pm$" in out
+    assert r"em\_apl.py -{}-warmup 2" in out
+    assert not re.search(r"(?<!\\)[%#_]", out)
+
+
+def test_csv_keeps_names_as_they_are(compare, badly_named):
+    lines = csv.DictReader(io.StringIO(compare(*badly_named, "--csv")[0]))
+    assert {line["class"] for line in lines} == {"", *BAD_NAMES}
+
+
+# ---- the page
+
+
+def test_the_page_needs_nothing_else(compare, runs, workplace):
+    _, warnings = compare(*runs, "--html", "page.html")
+    assert warnings == []
+    page = (workplace / "page.html").read_text()
+    assert len(page) < 3e6
+    assert not re.search(r"https?://|src=\"(?!data:)|@import|url\(", page)
+    assert page.count("<img") == 24
+    assert page.count('class="mean"') == 3  # validation mAP of two methods, pseudo-labels of one
+    assert page.count('class="run"') == 3 + 1 + 1
+    random, furthest = (re.findall(r'src="(\S+)"', part) for part in page.split("furthest apart"))
+    compare(*runs, "--html", "again.html")
+    assert (workplace / "again.html").read_text() == page  # chosen by seed
+    compare(*runs, "--html", "other.html", "--seed", 1)
+    other = re.findall(r'src="(\S+)"', (workplace / "other.html").read_text().split("furthest apart")[0])
+    assert set(random) != set(other)
+    assert len(furthest) == 12
+
+
+def test_the_page_without_data_says_so(compare, badly_named, workplace):
+    _, warnings = compare(*badly_named, "--html", "page.html")
+    assert len(warnings) == 1
+    assert "no images of <i>&_set: no data set '/x/<i>&_set'" in warnings[0]
+    page = (workplace / "page.html").read_text()
+    assert "No images: no data set" in page
+    assert "<img" not in page
+    before, content, after = re.split(r'<script id="data" type="application/json">(.*?)</script>', page)
+    assert list(json.loads(content)["<i>&_set"]) == BAD_NAMES
+    for name in ("<i>&_set", *BAD_NAMES[:3]):
+        assert name not in before + after
+        assert html.escape(name) in before
+
+
+LOOK = """<!doctype html><iframe src="page.html" style="width:360px;height:800px"></iframe><pre></pre><script>
+const frame = document.querySelector("iframe"), found = {};
+frame.onload = () => {
+  const page = frame.contentDocument, section = page.querySelector("section"), table = section.querySelector("table");
+  const first = () => [...table.tBodies[0].rows].map(row => row.cells[0].textContent);
+  const shown = selector => [...section.querySelectorAll(selector)].filter(e => e.getClientRects().length);
+  const tooWide = () => page.documentElement.scrollWidth - page.documentElement.clientWidth;
+  found.too_wide = tooWide();
+  found.pictures = [...page.images].filter(image => image.complete && image.naturalWidth).length;
+  const button = table.querySelectorAll("th button")[2];
+  button.click();
+  found.down = first();
+  found.sorted = button.parentElement.getAttribute("aria-sort");
+  button.click();
+  found.up = first();
+  const select = section.querySelector("select");
+  found.options = [...select.options].map(option => option.textContent);
+  select.value = found.options[2];
+  select.dispatchEvent(new Event("change"));
+  found.chosen = shown(".chosen .p").map(line => line.textContent);
+  found.bars = shown(".class[data-class]").map(line => line.dataset.class);
+  found.cards = shown(".card").map(card => JSON.parse(card.dataset.true));
+  found.too_wide_chosen = tooWide();
+  select.value = "";
+  select.dispatchEvent(new Event("change"));
+  found.all_cards = shown(".card").length;
+  found.empty = section.querySelector(".chosen").textContent;
+  document.querySelector("pre").textContent = JSON.stringify(found);
+  console.error("looked at");
+};
+</script>"""
+
+
+def look_at(folder):
+    """The page in a browser, 360 pixels wide -> what LOOK found, the lines of the console"""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if not browser:
+        pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
+    (folder / "look.html").write_text(LOOK)
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--enable-logging=stderr"]
+    flags += [f"--user-data-dir={folder}/browser", "--virtual-time-budget=10000", "--dump-dom"]
+    command = [browser, *flags, (folder / "look.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    (found,) = re.findall(r"<pre>(.*?)</pre>", done.stdout)
+    return json.loads(html.unescape(found)), re.findall(r"CONSOLE.*", done.stderr)
+
+
+def test_the_page_in_a_browser(compare, runs, workplace):
+    compare(*runs, "--html", "page.html")
+    found, console = look_at(workplace)
+    assert len(console) == 1  # LOOK's own: nothing that the page had to complain of
+    assert "looked at" in console[0]
+    assert found["too_wide"] == found["too_wide_chosen"] == 0
+    assert found["pictures"] == 24
+    mAP = {"an.py": np.mean([read(run)["test_mAP"] for run in runs[:3]])}
+    mAP["em_apl.py --warmup 2"] = read(runs[3])["test_mAP"]
+    assert found["down"] == sorted(mAP, key=mAP.get, reverse=True)
+    assert found["up"] == sorted(mAP, key=mAP.get)
+    assert found["sorted"] == "descending"
+    assert found["options"] == ["all classes", "blue", "green", "red", "white"]
+    AP = [100 * read(run)["test_AP"]["green"] for run in runs]
+    an = f"an.pyAP {np.mean(AP[:3]):.2f} ± {np.std(AP[:3], ddof=1):.2f}"
+    assert found["chosen"] == [an, f"em_apl.py --warmup 2AP {AP[3]:.2f} ± -"]
+    assert found["bars"] == ["green"]
+    assert 0 < len(found["cards"]) < 24
+    assert all("green" in names for names in found["cards"])
+    assert found["all_cards"] == 24
+    assert found["empty"] == ""
+
+
+def test_bad_names_in_a_browser(compare, badly_named, workplace):
+    compare(*badly_named, "--html", "page.html")
+    found, console = look_at(workplace)
+    assert len(console) == 1
+    assert found["options"][1:] == sorted(BAD_NAMES)
+    assert found["bars"] == [sorted(BAD_NAMES)[1]]
+    assert found["too_wide"] == found["too_wide_chosen"] == 0
