@@ -726,7 +726,8 @@ def gather(mine, n):
     return torch.stack(everyone, 1).flatten(0, 1)[:n]
 
 
-def in_batches(rows, size=EVAL_BATCH):
+def in_batches(rows, size=None):
+    size = size or EVAL_BATCH
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 

@@ -143,6 +143,7 @@ def test_neither_workers_nor_the_cache_change_a_run(script, workplace):
 def test_seeds_differ_and_epochs_differ(squares):
     def orders(seed, epoch):
         run = common.Run.__new__(common.Run)
+        run.stages = 1
         run.args, run.epoch, run.device = an.Args(seed=seed, batch_size=16), epoch, torch.device("cpu")
         data = common.load(an.Args(dataset=squares, image_size=32))
         batches = list(run.batches(data.train))
@@ -163,6 +164,7 @@ def test_flips_are_those_of_the_image_and_epoch(squares):
 
     def flipped(epoch, batch_size):
         run = common.Run.__new__(common.Run)
+        run.stages = 1
         run.args, run.epoch, run.device = an.Args(batch_size=batch_size), epoch, torch.device("cpu")
         result = torch.zeros(len(plain), dtype=torch.bool)
         for x, z, idx in run.batches(data.train):
