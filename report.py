@@ -402,9 +402,8 @@ def gallery(rows, args):
         first = first or data
         if not data.test or data.classes != classes or data.test.images.names != first.test.images.names:
             common.die(f"the test images or classes of {settings.dataset} are not those of all these runs")
-        sample = np.random.RandomState(args.seed).permutation(len(data.test))[
-            :SAMPLE
-        ]  # rows of the file, all of it test
+        order = np.random.RandomState(args.seed).permutation(len(data.test))  # rows of the file, all of it test
+        sample = order[:SAMPLE]
         batches = [data.test.images[batch] for batch in common.in_batches(sample)]
         for batch in batches:
             if isinstance(batch, str):
