@@ -32,6 +32,7 @@ from functools import cache, partial
 from pathlib import Path
 from statistics import mean, median, quantiles
 from types import SimpleNamespace
+from typing import Literal
 from unittest import mock
 
 import numpy as np
@@ -60,7 +61,7 @@ class Args:
     only: str = ""  # numbers of what to measure, such as 1,4 (default: all)
     quick: bool = False  # tiny sizes, to see whether it runs: the numbers mean nothing
     json: str = ""  # write every number to this file too
-    device: str = "auto"  # auto, cpu, cuda
+    device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
 @dataclass
@@ -75,11 +76,11 @@ class Sizes:
     jpegs: int = 64
     anchors: tuple = (32, 312)  # images, classes: CUB
     queue: int = 8192
-    state: tuple = (4574, 20)  # images, classes: VOC
+    state: tuple = (20000, 20)  # images, classes: long enough for peak_memory to see
 
 
 QUICK = dict(repeats=2, small=40, resnet=("resnet18", 64, 10, 4), pair=("resnet18", 64, 5, 4), pair_repeats=1)
-QUICK |= dict(clip="RN50", scores=((500, 8),), jpegs=8, anchors=(4, 312), queue=256, state=(200, 20))
+QUICK |= dict(clip="RN50", scores=((500, 8),), jpegs=8, anchors=(4, 312), queue=256, state=(10000, 20))
 CUDA = dict(small=4000, resnet=("resnet50", 448, 640, 16), pair=("resnet50", 448, 320, 8), pair_repeats=5)
 
 CLASSES = 20
@@ -126,6 +127,7 @@ def anonymous_memory():
 def peak_memory(device, act, *arguments):
     """-> MB before, and the most there were while act() ran"""
     if device == "cuda":
+        torch.cuda.init()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         act(*arguments)
@@ -148,6 +150,11 @@ def in_new_process(act, *arguments):
     """For memory: what another measurement left behind must not count"""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(act, *arguments).result()
+
+
+def added_memory(bench, act, *arguments):
+    before, peak = in_new_process(peak_memory, bench.device, act, *arguments)
+    return peak - before
 
 
 @dataclass
@@ -441,17 +448,14 @@ def reading(bench):
     rates = interleave(bench.sizes.repeats, cache=rate(images), files=rate(files))
     what = f"images from the cache over decoded JPEGs, {side} px"
     yield compare(5, what, rates["cache"], rates["files"], "img/s", at_least=5)
-    once, more = (in_new_process(reading_memory, bench.dataset("voc", scale * n, side), side) for scale in (1, 4))
+    more_images = open_images(bench.dataset("voc", 4 * n, side), side)
+    once, more = (in_new_process(peak_memory, "cpu", read_all, each)[1] for each in (images, more_images))
     yield Row(5, "RssAnon while 4 times the images are read, over 1x", more, once, "MB", more / once, at_most=1.05)
 
 
 def read_all(images):
     for rows in common.in_batches(np.random.RandomState(0).permutation(len(images)), 8):
         images[rows]
-
-
-def reading_memory(folder, side):
-    return peak_memory("cpu", read_all, open_images(folder, side))[1]
 
 
 def methods(bench):
@@ -480,11 +484,11 @@ def methods(bench):
 
     (images, classes), K = bench.sizes.anchors, bench.sizes.queue
     sizes, size = (K // 4, K // 2, K), f"{images} x {classes} anchors"
-    losses = {str(k): partial(seconds, lac_problem(images * classes, k, classes, bench.device)) for k in sizes}
-    times = interleave(repeats, **losses)
+    loss = lambda k: partial(seconds, lac_loss_of, images * classes, k, classes, bench.device)
+    times = interleave(repeats, **{str(k): loss(k) for k in sizes})
     yield growth(6, f"exponent of L_LAC's time in K, {size}, K up to {K}", sizes, list(times.values()), "s")
-    peaks = [in_new_process(lac_memory, share * classes, K, classes, bench.device) for share in (images, images // 4)]
-    yield Row(6, f"L_LAC's memory, {size}, K {K}, over a quarter", *peaks, "MB", peaks[0] / peaks[1], at_most=1.5)
+    a, b = (added_memory(bench, lac_loss_of, n * classes, K, classes, bench.device) for n in (images, images // 4))
+    yield Row(6, f"L_LAC's memory, {size}, K {K}, over a quarter", a, b, "MB", a / b, at_most=1.5)
 
 
 def lac_rates(bench):
@@ -499,59 +503,38 @@ def lac_rates(bench):
     return middle(done, "images_per_s"), bare_rate(done, batches, forward)
 
 
-def lac_problem(anchors, k, classes, device):
+def lac_loss_of(anchors, k, classes, device):
     """L_LAC, forward and backward, of so many anchors and a queue of k"""
-    embed = lambda n: F.normalize(torch.randn(n, 128, device=device), dim=1).requires_grad_()
-    kind = lambda n: torch.arange(n, device=device) % classes
-    a, b = embed(anchors), embed(k)
-    return lambda: lac.lac_loss(a, kind(anchors), b, kind(k), 0.5).backward()
-
-
-def lac_memory(anchors, k, classes, device):
-    before, peak = peak_memory(device, lac_problem(anchors, k, classes, device))
-    return peak - before
+    a, b = (F.normalize(torch.randn(n, 128, device=device), dim=1).requires_grad_() for n in (anchors, k))
+    class_a, class_b = (torch.arange(n, device=device) % classes for n in (anchors, k))
+    lac.lac_loss(a, class_a, b, class_b, lac.Args.tau).backward()
 
 
 def scaling(bench):
     """How time and memory grow with images and classes"""
-    scales, flags = (1, 2, 4), [(*bench.small(share), "--epochs", 3) for share in (0.5, 1, 2)]
-    epochs = {f"{n}x": partial(epoch_seconds, *words) for n, words in zip(scales, flags)}
-    times = list(interleave(bench.sizes.repeats, **epochs).values())
-    yield growth(7, "exponent of an epoch's time, an.py, 1x to 4x images", scales, times, "s")
-    peaks = [[in_new_process(training_memory, bench.device, words)] for words in flags]
+    repeats, scales = bench.sizes.repeats, (1, 2, 4)
+    flags = [(*bench.small(scale / 2), "--epochs", 3) for scale in scales]
+    epoch = lambda words: lambda: middle(run_script("an.py", *words), "seconds")
+    times = interleave(repeats, **{str(scale): epoch(words) for scale, words in zip(scales, flags)})
+    yield growth(7, "exponent of an epoch's time, an.py, 1x to 4x images", scales, list(times.values()), "s")
+    peaks = [[in_new_process(peak_memory, bench.device, run_script, "an.py", *words)[1]] for words in flags]
     yield growth(7, "exponent of its memory", scales, peaks, "MB")
 
     n, classes = bench.sizes.state
     counts = (classes, 4 * classes, 16 * classes)
-    updates = {str(count): partial(seconds, label_state(n, count, bench.device)) for count in counts}
-    times = list(interleave(2 * bench.sizes.repeats, **updates).values())
-    yield growth(7, f"exponent of the label state's time, {n} images, 1x to 16x {classes} classes", counts, times, "s")
-    peaks = [[in_new_process(label_memory, n, count, bench.device)] for count in counts]
+    update = lambda count: partial(seconds, label_state, n, count, bench.device)
+    times = interleave(repeats, **{str(count): update(count) for count in counts})
+    what = f"exponent of the label state's time, {n} images, 1x to 16x {classes} classes"
+    yield growth(7, what, counts, list(times.values()), "s")
+    peaks = [[added_memory(bench, label_state, n, count, bench.device)] for count in counts]
     yield growth(7, "exponent of its memory", counts, peaks, "MB")
-
-
-def epoch_seconds(*flags):
-    return middle(run_script("an.py", *flags), "seconds")
-
-
-def training_memory(device, flags):
-    return peak_memory(device, run_script, "an.py", *flags)[1]
 
 
 def label_state(n, classes, device):
     """What VLPL and APL compute for all training images at once"""
     cosine, z = torch.rand(n, classes, device=device), torch.zeros(n, classes, dtype=torch.int8, device=device)
-
-    def update():
-        vlpl.vlpl_pseudo_labels(cosine, z, vlpl.Args.tau, vlpl.Args.theta, vlpl.Args.delta)
-        em_apl.select_pseudo_negatives(cosine, z, [n // 10] * classes)
-
-    return update
-
-
-def label_memory(n, classes, device):
-    before, peak = peak_memory(device, lambda: label_state(n, classes, device)())
-    return peak - before
+    vlpl.vlpl_pseudo_labels(cosine, z, vlpl.Args.tau, vlpl.Args.theta, vlpl.Args.delta)
+    em_apl.select_pseudo_negatives(cosine, z, [n // 10] * classes)
 
 
 def processes(bench):
@@ -633,6 +616,8 @@ if __name__ == "__main__":
     if not Path("/proc/self/status").exists():
         common.die("memory is measured with /proc, which only Linux has")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
+    if device == "cuda" and not torch.cuda.is_available():
+        common.die("--device cuda: torch sees no CUDA device here")
     items = {str(n): measure for n, measure in ({**ITEMS, 9: on_cuda} if device == "cuda" else ITEMS).items()}
     chosen = args.only.split(",") if args.only else list(items)
     if not set(chosen) <= set(items):
