@@ -17,6 +17,7 @@ import logging
 import multiprocessing
 import os
 import platform
+import re
 import runpy
 import shutil
 import signal
@@ -140,9 +141,11 @@ def peak_memory(device, act, *arguments):
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    act(*arguments)
-    done.set()
-    watcher.join()
+    try:
+        act(*arguments)
+    finally:
+        done.set()
+        watcher.join()
     return samples[0] / 1e6, max(samples) / 1e6
 
 
@@ -294,11 +297,8 @@ def bare_rate(done, batches, forward):
 def the_loop(bench):
     """Training throughput over the bare step"""
     name, side, _, batch = bench.sizes.resnet
-    large = (*bench.large(*bench.sizes.resnet), "--epochs", 2)
-    cases = {
-        "resnet_small, 64 px, batch 8": (*bench.small(), "--epochs", 4),
-        f"{name}, {side} px, batch {batch}": large,
-    }
+    cases = {"resnet_small, 64 px, batch 8": (*bench.small(), "--epochs", 4)}
+    cases[f"{name}, {side} px, batch {batch}"] = (*bench.large(*bench.sizes.resnet), "--epochs", 2)
     for what, flags in cases.items():
         ours, bare = [], []
         for _ in range(bench.sizes.repeats):
@@ -322,10 +322,7 @@ def vlpl_over_an(bench):
 
 
 def images_embedded(*words):
-    lines = [
-        line for line in run_script(*words).printed.splitlines() if line.startswith("embedded") and "img/s" in line
-    ]
-    return sum(int(line.split(": ")[1].split()[0]) for line in lines)
+    return sum(map(int, re.findall(r"^embedded .*: (\d+) in .* img/s$", run_script(*words).printed, re.M)))
 
 
 def vlpl_over_release(bench):
@@ -333,10 +330,13 @@ def vlpl_over_release(bench):
     import open_clip
 
     s, (backbone, side, n, batch) = bench.sizes, bench.sizes.pair
-    untrained = lambda name, *_: (open_clip.create_model(name), open_clip.get_tokenizer(name), {})
+    half = "fp16" if bench.device == "cuda" else "fp32"  # as common.Clip has it
+    untrained = lambda name, *_: (open_clip.create_model(name, precision=half), open_clip.get_tokenizer(name), {})
+    logging.disable()  # open_clip warns that its weights are random
     with mock.patch.object(common, "load_open_clip", untrained):
         clip = common.Clip(vlpl.Args(clip_model=s.clip), torch.device(bench.device))
-    held_out, flags = VOC["val"] + VOC["test"], (*bench.large(*s.pair), *bench.small_clip(), "--epochs", 2)
+    n_all, held_out = sum(VOC.values()), VOC["val"] + VOC["test"]
+    flags = (*bench.large(*s.pair), *bench.small_clip(), "--epochs", 2)
     scores, labels = np.random.rand(held_out, CLASSES), np.random.rand(held_out, CLASSES) < 0.1
 
     def ours():
@@ -359,15 +359,13 @@ def vlpl_over_release(bench):
 
     def whole(cost):
         epoch = VOC["train"] * cost["train"] + held_out * cost["evaluate"] + cost["mAP"]
-        return sum(VOC.values()) * cost["embed"] + VOC_EPOCHS * epoch
+        return n_all * cost["embed"] + VOC_EPOCHS * epoch
 
     costs = interleave(s.pair_repeats, ours=ours, other=release)
-    note = "s, with an evaluation of the test set in every epoch (ours: only in better ones)"
+    note = "in seconds, with the test set evaluated in every epoch, which ours does in better ones only"
     for name, repeats in costs.items():
         embed, train, evaluate, mAP = (f"{median(repeat[part] for repeat in repeats):.3g}" for part in repeats[0])
-        note += (
-            f"\n   {name} = {sum(VOC.values())} x {embed} to embed + {VOC_EPOCHS} x ({VOC['train']} x {train} to train"
-        )
+        note += f"\n   {name} = {n_all} x {embed} to embed + {VOC_EPOCHS} x ({VOC['train']} x {train} to train"
         note += f" + {held_out} x {evaluate} to evaluate + {mAP} for mAP)"
     what = f"vlpl.py on VOC, {VOC_EPOCHS} epochs, against the release's way ({s.clip}, {backbone} at {side})"
     totals = [[whole(cost) for cost in costs[name]] for name in ("ours", "other")]
@@ -461,9 +459,8 @@ def read_all(images):
 def methods(bench):
     """What em_apl.py, aevlp.py and lac.py add"""
     repeats, T = bench.sizes.repeats, 8
-    rate = lambda *more: middle(
-        run_script("em_apl.py", *bench.small(), "--epochs", 4, "--warmup", 1, *more), "images_per_s"
-    )
+    flags = (*bench.small(), "--epochs", 4, "--warmup", 1)
+    rate = lambda *more: middle(run_script("em_apl.py", *flags, *more), "images_per_s")
     epoch = lambda *more: lambda: 0.8 * bench.sizes.small / rate(*more)
     times = interleave(repeats, plain=epoch("--no_apl"), apl=epoch())
     added = [apl - plain for apl, plain in zip(times["apl"], times["plain"])]
@@ -478,9 +475,7 @@ def methods(bench):
     yield compare(6, f"{what} T = {T}", times["once"], times["an"], "s")
 
     ours, bare = zip(*(lac_rates(bench) for _ in range(repeats)))
-    yield compare(
-        6, "lac.py, all losses, over its model's bare two-view step (resnet_small, 64 px)", ours, bare, "img/s"
-    )
+    yield compare(6, "lac.py, all losses, over its model's bare two-view step (64 px)", ours, bare, "img/s")
 
     (images, classes), K = bench.sizes.anchors, bench.sizes.queue
     sizes, size = (K // 4, K // 2, K), f"{images} x {classes} anchors"
@@ -539,13 +534,12 @@ def label_state(n, classes, device):
 
 def processes(bench):
     """Two gloo processes against one, the same global batch, as many threads in all"""
-    threads, flags = torch.get_num_threads(), (*bench.small(), "--epochs", 4, "--device", "cpu")
-    two = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    rates = interleave(
-        bench.sizes.repeats,
-        one=partial(process_rate, (), threads, flags),
-        two=partial(process_rate, two, max(1, threads // 2), flags),
-    )
+    threads = torch.get_num_threads()
+    flags = (*bench.flags("scenes", min(250, bench.sizes.small), 64), "--epochs", 4, "--device", "cpu")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    one = partial(process_rate, (), threads, flags)
+    two = partial(process_rate, torchrun, max(1, threads // 2), flags)
+    rates = interleave(bench.sizes.repeats, one=one, two=two)
     yield compare(8, "an.py in two gloo processes over one, as many threads", rates["two"], rates["one"], "img/s")
 
 
@@ -562,22 +556,19 @@ def process_rate(launcher, threads, flags):
 
 def on_cuda(bench):
     """Precision, compilation and device memory"""
+    ways = {"bf16": ("--amp", "bf16"), "fp32": ("--amp", "off"), "compiled": ("--amp", "bf16", "--compile")}
     memory = {}
 
-    def rate(*more):
+    def rate(name):
         torch.cuda.reset_peak_memory_stats()
-        done = run_script("an.py", *bench.large(*bench.sizes.resnet), "--epochs", 3, *more)
-        memory[more] = torch.cuda.max_memory_allocated() / 1e6
+        done = run_script("an.py", *bench.large(*bench.sizes.resnet), "--epochs", 3, *ways[name])
+        memory[name] = torch.cuda.max_memory_allocated() / 1e6
         return middle(done, "images_per_s")
 
-    bf16, fp32, compiled = ("--amp", "bf16"), ("--amp", "off"), ("--amp", "bf16", "--compile")
-    rates = interleave(
-        bench.sizes.repeats, bf16=partial(rate, *bf16), fp32=partial(rate, *fp32), compiled=partial(rate, *compiled)
-    )
-    for what, ours, other in (("--amp bf16 over off", "bf16", "fp32"), ("--compile over not", "compiled", "bf16")):
-        yield compare(9, f"an.py {what}", rates[ours], rates[other], "img/s")
-    for what, ours, other in (("--amp bf16 over off", bf16, fp32), ("--compile over not", compiled, bf16)):
-        yield Row(9, f"device memory, {what}", memory[ours], memory[other], "MB", memory[ours] / memory[other])
+    rates = interleave(bench.sizes.repeats, **{name: partial(rate, name) for name in ways})
+    for a, b in (("bf16", "fp32"), ("compiled", "bf16")):
+        yield compare(9, f"an.py, {a} over {b}", rates[a], rates[b], "img/s")
+        yield Row(9, f"its device memory, {a} over {b}", memory[a], memory[b], "MB", memory[a] / memory[b])
 
 
 ITEMS = dict(enumerate((the_loop, vlpl_over_an, vlpl_over_release, precision, reading, methods, scaling, processes), 1))
@@ -624,7 +615,6 @@ if __name__ == "__main__":
         common.die(f"--only {args.only}: there are {', '.join(items)}")
     sizes = Sizes(**(QUICK if args.quick else CUDA if device == "cuda" else {}))
     machine, rows = describe_machine(device), []
-    logging.disable()  # open_clip warns that its weights are random
     with tempfile.TemporaryDirectory(prefix="spml-bench-") as folder:
         bench = Bench(Path(folder), sizes, device)
         for n in chosen:
