@@ -1,0 +1,85 @@
+"""The benchmark's arithmetic, and that it runs; how fast anything is, is not tested."""
+
+import json
+import time
+
+import bench
+import numpy as np
+import pytest
+from conftest import ROOT, finish, start
+
+
+def quick(*flags, cwd):
+    """-> what a quick benchmark printed, and its JSON"""
+    printed = finish(start(ROOT / "tests" / "bench.py", "--quick", "--json", "bench.json", *flags, cwd=cwd))
+    return printed, json.loads((cwd / "bench.json").read_text())
+
+
+@pytest.mark.parametrize("power", [0, 0.5, 1, 2])
+def test_exponent(power):
+    assert bench.exponent((1, 2, 4), [3 * n**power for n in (1, 2, 4)]) == pytest.approx(power, abs=1e-12)
+
+
+def test_growth_is_that_of_the_medians():
+    row = bench.growth(7, "time", (1, 2, 4), [[1, 1, 9], [2, 2, 2], [4, 4, 0.1]], "s")
+    assert (row.ratio, row.ours, row.other, row.met) == (pytest.approx(1), 4, 1, True)
+    assert row.quartiles == pytest.approx((bench.exponent((1, 4), (9, 0.1)) / 2 + 0.5, 1))
+
+
+def test_repeats_take_turns():
+    order = []
+    found = bench.interleave(3, a=lambda: order.append("a") or len(order), b=lambda: order.append("b") or len(order))
+    assert "".join(order) == "abbaab"
+    assert found == {"a": [1, 4, 5], "b": [2, 3, 6]}
+
+
+def test_compare_takes_medians():
+    cost = bench.compare(2, "cost", [1.0, 2.0, 90.0], [4.0, 4.0, 4.0], "s", at_most=0.4)
+    assert (cost.ours, cost.other, cost.ratio, cost.met) == (2, 4, 0.5, False)
+    assert cost.quartiles == (0.375, 11.5)
+    speed = bench.compare(3, "speed", [1.0, 2.0, 90.0], [4.0, 4.0, 4.0], "s", faster=True, at_least=2)
+    assert (speed.ratio, speed.met) == (2, True)
+    assert bench.compare(6, "no bar", [1.0], [2.0], "s").met is None
+
+
+def test_a_missed_bar_shows():
+    rows = [
+        bench.Row(1, "loop", 90, 100, "img/s", 0.9, at_least=0.95, note="why"),
+        bench.Row(8, "free", 1, 2, "s", 0.5),
+    ]
+    lines = bench.table(rows).splitlines()
+    assert lines[2] == "| 1 | loop | 90 | 100 | img/s | 0.9 |  | >= 0.95 | NOT MET |"
+    assert lines[3] == "| 8 | free | 1 | 2 | s | 0.5 |  |  |  |"
+    assert lines[-1] == "1. why"
+
+
+def test_peak_memory_sees_what_was_freed():
+    def use_memory():
+        pages = np.ones(50_000_000, dtype=np.uint8)
+        time.sleep(0.1)
+        del pages
+
+    before, peak = bench.peak_memory("cpu", use_memory)
+    assert 40 < peak - before < 100
+
+
+def test_quick(tmp_path):
+    printed, found = quick("--only", "4", cwd=tmp_path)
+    assert "| 4 | mAP against scikit-learn, 500 x 8 |" in printed
+    assert "mean nothing" in printed
+    assert found["machine"]["cores"] >= 1
+    assert [row["item"] for row in found["rows"]] == [4, 4, 4]
+    assert len(found["rows"][0]["raw"]["ours"]) == found["sizes"]["repeats"]
+    assert found["rows"][2]["met"]  # the same values as scikit-learn's, at any size
+
+
+def test_unknown_item(tmp_path):
+    out = finish(start(ROOT / "tests" / "bench.py", "--only", "4,77", cwd=tmp_path), code=1)
+    assert "error: --only 4,77: there are 1, 2, 3, 4, 5, 6, 7, 8" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("item", range(1, 9))
+def test_every_item_runs(item, tmp_path):
+    _, found = quick("--only", item, "--device", "cpu", cwd=tmp_path)
+    assert {row["item"] for row in found["rows"]} == {item}
