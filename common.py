@@ -1296,6 +1296,11 @@ def plot_curve(rows, best_epoch, path):
 # ---- 6. Metrics
 
 
+def in_order(values):
+    """Sorted along the last dimension; on a CPU by numpy, which doesn't also make the indices that nobody needs"""
+    return values.sort().values if values.is_cuda else torch.from_numpy(np.sort(values.numpy()))
+
+
 def average_precision(scores, y):
     """(N, C) scores and labels -> (C,) float64 in 0..1: the mean, over a class's positives, of the precision among all
     images that score as high or higher. Ties and all, that is scikit-learn's average_precision_score; 0 if none."""
@@ -1307,8 +1312,8 @@ def average_precision(scores, y):
     scores = (scores if scores.dtype == torch.float64 else scores.float()).T.contiguous()  # (C, N)
     positive = (y.T == 1).to(scores.device)
     ap = torch.zeros(len(scores), dtype=torch.float64, device=scores.device)
-    for c, ranked in enumerate(scores.sort(dim=1).values):
-        own = scores[c, positive[c]].sort().values
+    for c, ranked in enumerate(in_order(scores)):
+        own = in_order(scores[c, positive[c]])
         if len(own):
             as_high = lambda values: (len(values) - torch.searchsorted(values, own)).double()  # noqa: B023
             ap[c] = (as_high(own) / as_high(ranked)).mean()

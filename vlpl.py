@@ -61,9 +61,11 @@ def vlpl_pseudo_labels(cosine, z, tau, theta, delta=0.0):
     """Algorithm 1: q = softmax(cosine / tau) over the classes (Eq. 1); 1 where q > theta; -1 for the int(delta * C)
     lowest of an image that are neither 1 nor observed; 0 = unknown, and where z = 1. -> (B, C) int8"""
     q = (cosine / tau).softmax(1)
-    place = cosine.argsort(dim=1, stable=True).argsort(dim=1)  # cosine sorts as q does, which may underflow
-    pseudo = torch.where(q > theta, 1, torch.where(place < int(delta * q.shape[1]), -1, 0))
-    return torch.where(z == 1, 0, pseudo).to(torch.int8)
+    pseudo = (q > theta).to(torch.int8)
+    if lowest := int(delta * q.shape[1]):
+        place = cosine.argsort(dim=1, stable=True).argsort(dim=1)  # cosine sorts as q does, which may underflow
+        pseudo[(place < lowest) & (pseudo == 0)] = -1
+    return pseudo.masked_fill(z == 1, 0)
 
 
 # same as in em_apl.py: entropy
