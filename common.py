@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision
 import tyro
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import nn
 from torch.utils.data import DataLoader
 from torchvision.models.resnet import BasicBlock
@@ -181,16 +181,21 @@ def draw_known_positives(y, ratio, seed=PROTOCOL_SEED):
     return z
 
 
-def read_image(path):
+def read_image(path, upright=False):
+    """An RGB image; `upright` turns it as the camera held it, which the protocol doesn't"""
     with Image.open(path) as image:
-        if image.mode.startswith("I"):  # 16 bits of grey, which PIL would cut off at 255
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        if image.mode == "F":
+            raise ValueError("its pixels are fractions of an unknown range")
+        image = ImageOps.exif_transpose(image) if upright else image
+        if image.mode.startswith("I"):  # grey of 16 bits or more, which PIL would cut off at 255
+            pixels = np.asarray(image)
+            image = Image.fromarray((pixels >> (8 if image.mode != "I" or pixels.max() > 255 else 0)).astype(np.uint8))
         return image.convert("RGB")
 
 
-def decode(path, size, resample=Image.Resampling.BILINEAR):
+def decode(path, size, resample=Image.Resampling.BILINEAR, upright=False):
     """The protocol's transform: RGB, squashed to size x size, bilinear. -> uint8 (size, size, 3)"""
-    return np.asarray(read_image(path).resize((size, size), resample))
+    return np.asarray(read_image(path, upright).resize((size, size), resample))
 
 
 def hash_names(names):
@@ -767,6 +772,7 @@ class Run:
     """The plumbing around a script's loop: device, precision, processes, directory, log, checkpoints, evaluation."""
 
     stopping = False  # by Ctrl-C
+    embedding_seconds = 0.0  # of what was not on the disk yet
 
     def __init__(self, args, script, stages=1):
         self.args, self.script, self.method = args, script, Path(script).stem
@@ -954,6 +960,7 @@ class Run:
             if rank() == 0 and total:
                 seconds = time.perf_counter() - started
                 print(f"embedded {what}: {total} in {seconds:.1f} s, {total / seconds:.0f} {unit}/s", flush=True)
+                self.embedding_seconds += seconds
             wait_for_all()
             if rank() == 0:
                 join_parts(list(parts), whole)
@@ -1159,11 +1166,12 @@ class Run:
         if rank() == 0:
             with replacing(self.directory / f"stage{self.stage}.pt") as temporary:
                 shutil.copy(self.directory / "best.pt", temporary)
-            best = self.best
-            shown = ", ".join(f"{part} mAP {best[f'{part}_mAP']:.2f}" for part in ("val", "test"))
-            print(f"stage {self.stage} ends: best epoch {best['epoch']}, {shown}", flush=True)
+            shown = ", ".join(f"{name} {value:.2f}" for name, value in known(self.best).items() if name.endswith("mAP"))
+            print(f"stage {self.stage} ends: best epoch {self.best['epoch']}, {shown.replace('_', ' ')}", flush=True)
         wait_for_all()
-        self.past.append({name: self.best[name] for name in ("epoch", "val_mAP", "test_mAP")})
+        self.past.append(
+            {name: self.best[name] for name in ("epoch", "val_mAP", "test_mAP") if name in known(self.best)}
+        )
         self.best = {"epoch": self.epoch, "val_mAP": -1.0}
         self.stage, self.stage_began = self.stage + 1, self.epoch + 1
 
@@ -1231,10 +1239,10 @@ class Run:
         empty = [name for name, n in zip(data.classes, counts) if n == 0]
         result = {"best_epoch": best["epoch"], **best, "last_epoch": last["epoch"], "last_test_mAP": last["test_mAP"]}
         result |= {"classes_without_test_positives": empty, "seconds": sum(row["seconds"] for row in self.rows)}
+        result |= {"embedding_seconds": self.embedding_seconds}
         result |= self.facts | ({"earlier_stages": self.past} if self.past else {})
         del result["epoch"]
-        known = {name: None if value != value else value for name, value in result.items()}  # NaN is no JSON
-        write_json(self.directory / "result.json", known)
+        write_json(self.directory / "result.json", dict.fromkeys(result) | known(result))
         plot_curve(self.rows, best["epoch"], self.directory / "curve.png")
         if empty:
             print(f"{len(empty)} classes have no positive in the test set and count as AP 0: {', '.join(empty)}")
@@ -1242,6 +1250,11 @@ class Run:
         shown = ", ".join(f"{part} mAP {best[f'{part}_mAP']:.2f}" for part in ("val", "test") if getattr(data, part))
         shown += f"{in_words(best['test_F1'])} (last epoch {last['test_mAP']:.2f})"
         print(f"{chosen}: {shown}; {self.directory}/curve.png", flush=True)
+
+
+def known(values):
+    """Those that are not NaN, which JSON doesn't have"""
+    return {name: value for name, value in values.items() if value == value}
 
 
 def in_words(f1):

@@ -55,9 +55,9 @@ class Args:
 def find_script(run):
     """The method's module, and the run's config"""
     config = common.read_json(Path(run) / "config.json", f"{run} is not a run directory")
-    method = config.get("method")
-    if not (Path(__file__).parent / f"{method}.py").is_file():
-        common.die(f"{run} was made by {method}.py, which is not here")
+    method = str(config.get("method")) if isinstance(config, dict) else ""
+    if not method.isidentifier() or not (Path(__file__).parent / f"{method}.py").is_file():
+        common.die(f"{run} was made by {method or 'no script'}.py, which is not here")
     return importlib.import_module(method), config
 
 
@@ -66,7 +66,9 @@ def load_model(run, device):
     script, _ = find_script(run)
     args = replace(common.read_run_settings(script.Args, run), eval_only=str(run))  # so no weights are downloaded
     path = common.start_from(args)
-    classes = common.read_state(path)["classes"]
+    classes = common.read_state(path).get("classes")
+    if not classes:
+        common.die(f"{path} names no classes: it is not a run's")
     model = getattr(script, "make_model", common.Classifier)(args, len(classes))
     common.load_weights(model, path)
     return model.to(device).eval(), args, classes
@@ -98,17 +100,18 @@ def find_thresholds(given, run, classes):
 
 
 def find_files(given):
-    """Folders -> all that is in them, at any depth"""
-    inside = lambda path: sorted(file for file in path.rglob("*") if file.is_file())
-    return [file for path in map(Path, given) for file in (inside(path) or [path])]
+    """Folders -> all that is in them, at any depth, but hidden files; each once"""
+    hidden = lambda file, folder: any(part.startswith(".") for part in file.relative_to(folder).parts)
+    inside = lambda path: sorted(file for file in path.rglob("*") if file.is_file() and not hidden(file, path))
+    return list(dict.fromkeys(file for path in map(Path, given) for file in (inside(path) or [path])))
 
 
 def read_pixels(path, size):
     """-> uint8 (size, size, 3), or the sentence why there is none"""
     try:
-        return torch.tensor(common.decode(path, size))
-    except common.UNREADABLE as problem:
-        return f"{path} can't be read: {problem}"
+        return torch.tensor(common.decode(path, size, upright=True))
+    except Exception as problem:  # PIL's readers of rare formats raise all sorts
+        return f"{path} can't be read: {problem or type(problem).__name__}"
 
 
 def labels(p, thresholds, classes, top):
@@ -137,7 +140,7 @@ def draw(path, files, p, thresholds, classes, top):
     for axis in axes.flat:
         axis.axis("off")
     for file, row, (picture, bars) in zip(files, p, axes.reshape(-1, 2)):
-        image = common.read_image(file)
+        image = common.read_image(file, upright=True)
         image.thumbnail((300, 300))
         picture.imshow(image)
         picture.set_title(file.name, fontsize=8, parse_math=False)
@@ -173,10 +176,10 @@ def export(path, model, size, about, files):
     try:
         program = torch.export.export(original, (example,), dynamic_shapes=({0: vary, 2: vary, 3: vary},))
     except Exception as problem:  # what a backbone of timm does is not always what torch can follow
-        common.die(f"torch can't export this model: {str(problem).splitlines()[0]}")
+        common.die(f"torch can't export this model: {(str(problem) or type(problem).__name__).splitlines()[0]}")
     content = io.BytesIO()
     torch.export.save(program, content, extra_files={"labels.json": json.dumps(about)})
-    pixels = [torch.tensor(np.asarray(common.read_image(file))).permute(2, 0, 1)[None] for file in files]
+    pixels = [torch.tensor(np.asarray(common.read_image(file, upright=True))).permute(2, 0, 1)[None] for file in files]
     pixels = pixels or [torch.arange(3 * 40 * 50).view(1, 3, 40, 50).to(torch.uint8)]
     expected = [original(x) for x in pixels]
     with common.replacing(path) as temporary:
@@ -207,6 +210,9 @@ if __name__ == "__main__":
     if not (args.images or args.export):
         common.die("name images or folders to look at, or --export a model")
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # Ctrl-C, without a traceback
+    for path in filter(None, (args.csv, args.figure, args.export)):
+        if not Path(path).absolute().parent.is_dir():
+            common.die(f"{path} can't be written: there is no such folder")
     device = common.find_device(args.device)
     model, settings, classes = load_model(args.run, device)
     thresholds = find_thresholds(args.threshold, args.run, classes)
@@ -233,6 +239,7 @@ if __name__ == "__main__":
         draw(Path(args.figure), files[:ON_A_FIGURE], torch.cat(p), thresholds, classes, args.top)
         print(f"{args.figure}: {len(files[:ON_A_FIGURE])} of {len(files)} images")
     if args.export:
-        about = {"classes": classes, "thresholds": dict(zip(classes, thresholds.tolist()))}
+        about = {"classes": classes, "thresholds": dict(zip(classes, thresholds.tolist())), "run": args.run}
+        about |= {"input": "uint8 RGB (B, 3, H, W)", "output": "probabilities (B, C)"}
         export(Path(args.export), model, settings.image_size, about, files[:CHECKED])
     sys.exit(1 if problems else 0)

@@ -11,6 +11,7 @@ import base64
 import csv
 import io
 import json
+import os
 import shlex
 import sys
 from dataclasses import dataclass, fields, replace
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 import tyro
 from PIL import Image
+from tqdm import tqdm
 
 import common
 import predict
@@ -70,12 +72,18 @@ PUBLISHED = {
     "lac.py": (89.6, 75.6, 51.1, 23.3),
 }
 PUBLISHED_WITH = {"backbone": "resnet50", "image_size": 448, "weights": "imagenet", "linear": False, "init_from": ""}
+PUBLISHED_WITH |= {"max_steps": 0}
 FOOTNOTE = "published: with a ResNet-50 at 448 pixels"
-UNLIKE = "; ~: these runs have another backbone, size, start or CLIP, so the two can't be compared"
+UNLIKE = "; ~: these runs have another backbone, size, start, length, lr or CLIP, so the two can't be compared"
 
 SHARED = ("epochs", "batch_size", "lr", "patience", "image_size", "backbone", "weights")  # in every script
 CLIP = ("clip_model", "clip_pretrained")
-NOT_COMPARED = {*common.RESUME_MAY_CHANGE, "compile", "seed", "dataset"}
+SETTING = ("linear", "known_ratio", "init_from")  # with another of these it is another experiment, not another method
+NOT_COMPARED = {*common.RESUME_MAY_CHANGE, "compile", "seed", *SETTING}
+RIGHT = {  # which columns of metrics.csv say how many percent of the pseudo-labels are right
+    "pseudo-positives that are right, %": ("pseudo_precision", "pseudo_positives_correct", "precision_above"),
+    "pseudo-negatives that are right, %": ("pseudo_correct", "pseudo_negatives_correct", "precision_below"),
+}
 AN = "an.py"
 COLOURS = ("#8a8a8a", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # Okabe and Ito; AN is grey
 PAGE = Path(__file__).with_name("report_page.html")
@@ -101,6 +109,13 @@ class Run:
     def dataset(self):
         return Path(self.settings.dataset).name
 
+    @property
+    def setting(self):
+        """voc --linear: the data set, and what makes it another experiment on it"""
+        s = self.settings
+        flags = ["--linear"] * s.linear + [f"--known_ratio {s.known_ratio:g}"] * (s.known_ratio > 0)
+        return " ".join([self.dataset, *flags, *["--init_from"] * bool(s.init_from)])
+
     def method(self, without=()):
         """an.py --loss ls: the script, and what of its own differs from the preset"""
         shared = {field.name for field in fields(common.Args)} | {*SHARED, *without}
@@ -123,11 +138,12 @@ class Run:
         if not known or self.dataset not in PUBLISHED_ON or self.settings.known_ratio:
             return None, True
         alike = all(getattr(self.settings, name) == value for name, value in PUBLISHED_WITH.items())
+        alike = alike and all(getattr(self.settings, name) == getattr(self.preset, name) for name in SHARED)
         return known[PUBLISHED_ON.index(self.dataset)], alike and self.method() == self.method(without=CLIP)
 
     def column(self, name):
         """{epoch: value} of the epochs that have one"""
-        return {int(row["epoch"]): float(row[name]) for row in self.epochs if row.get(name)}
+        return {int(row["epoch"]): row[name] for row in self.epochs if name in row}
 
 
 def as_flag(name, value):
@@ -145,22 +161,28 @@ def read_run(path):
     method = f"{config['method']}.py"
     result = common.read_json(path / "result.json", f"{path} is unfinished, go on with python {method} --resume {path}")
     with open(path / "metrics.csv", newline="") as file:
-        epochs = list(csv.DictReader(file))
+        rows = csv.DictReader(file)
+        epochs = [{name: float(value) for name, value in row.items() if value} for row in rows]
+    if not epochs:
+        raise ValueError("no epoch in metrics.csv")
     mAP = np.nan if result["test_mAP"] is None else result["test_mAP"]
     AP = {name: 100 * value for name, value in result["test_AP"].items()}
     around = {"commit": config["commit"].removesuffix("-dirty")[:7], "torch": config["versions"]["torch"]}
-    around |= {"device": config["device"], "processes": config["processes"], "number of classes": len(AP)}
-    return Run(path, method, settings, preset, mAP, AP, result["seconds"], epochs, config["commit"], around)
+    around |= {"device": config["device"], "processes": config["processes"], "classes": ", ".join(AP)}
+    around |= {"validation": "none" if result["val_mAP"] is None else "yes"}
+    seconds = result["seconds"] + result.get("embedding_seconds", 0)
+    return Run(path, method, settings, preset, mAP, AP, seconds, epochs, config["commit"], around)
 
 
 def read_runs(paths, warn):
     """What can't be compared is left out, with a warning."""
-    for path in map(Path, paths):
+    for path in dict.fromkeys(Path(path).resolve() for path in paths):  # each once
+        path = Path(os.path.relpath(path)) if path.is_relative_to(Path.cwd()) else path
         try:
             yield read_run(path)
         except SystemExit as problem:
             warn(f"left out: {str(problem).removeprefix('error: ')}")
-        except (KeyError, TypeError, ValueError, OSError) as problem:
+        except (KeyError, TypeError, ValueError, AttributeError, OSError) as problem:
             warn(f"left out: {path} is damaged or of another version ({problem!r})")
 
 
@@ -194,18 +216,28 @@ class Row:
 
 
 def group(runs):
-    """{data set: [Row]}, AN first, then by mAP"""
-    found, methods = {}, [AN]
+    """{setting: [Row]}, AN first, then by mAP. Runs of a method that differ in what all scripts have are rows apart"""
+    alike, found, methods = {}, {}, [AN]
     for run in runs:
-        found.setdefault(run.dataset, {}).setdefault(run.method(), []).append(run)
-        methods += [run.method()] if run.method() not in methods else []
-    style = {
-        method: f"--c:{COLOURS[i % len(COLOURS)]};--d:{'4 3' if i >= len(COLOURS) else 'none'}"
-        for i, method in enumerate(methods)
-    }
+        alike.setdefault((run.setting, run.method()), []).append(run)
+    for (setting, method), those in alike.items():
+        apart = [name for name in SHARED if len({getattr(run.settings, name) for run in those}) > 1]
+        for run in those:
+            words = [word for name in apart for word in as_flag(name, getattr(run.settings, name))]
+            name = shlex.join([*shlex.split(method), *words])
+            found.setdefault(setting, {}).setdefault(name, []).append(run)
+            methods += [name] if name not in methods else []
+    style = {method: colour(i) for i, method in enumerate(methods)}
     order = lambda row: (row.method != AN, row.mAP()[0])
     rows = lambda methods: [Row(method, runs, style[method]) for method, runs in methods.items()]
     return {dataset: sorted(rows(methods), key=order) for dataset, methods in found.items()}
+
+
+def colour(i):
+    """The i-th method's: AN's is nobody else's, from the seventh other one on they are striped"""
+    paint, striped = COLOURS[1 + (i - 1) % (len(COLOURS) - 1)] if i else COLOURS[0], i >= len(COLOURS)
+    stripes = f"repeating-linear-gradient(90deg,{paint} 0 3px,transparent 3px 5px)"
+    return f"--c:{paint};--d:{'4 3' if striped else 'none'};--f:{stripes if striped else paint}"
 
 
 def check(dataset, rows, warn):
@@ -217,12 +249,18 @@ def check(dataset, rows, warn):
         for method, settings in compared:
             methods.setdefault(settings[name][0], {})[method] = None
         if len(methods) > 1 and any(value != preset for value, preset in (settings[name] for _, settings in compared)):
-            said = ", ".join(f"{value or 'none'} ({', '.join(who)})" for value, who in methods.items())
+            said = ", ".join(
+                f"{value if value != '' else 'nothing'} ({', '.join(who)})" for value, who in methods.items()
+            )
             warn(f"{dataset}: the runs differ in {name}: {said}")
     for row in rows:
         seeds = [run.settings.seed for run in row.runs]
         for seed in sorted({seed for seed in seeds if seeds.count(seed) > 1}):
             warn(f"{dataset}: {row.method} has {seeds.count(seed)} runs of seed {seed}")
+    if any(run.around["validation"] == "none" for run in runs):
+        warn(f"{dataset}: without validation the last epoch counts, not the best")
+    if not all(run.commit for run in runs):
+        warn(f"{dataset}: some runs don't know their commit")
     dirty = [str(run.path) for run in runs if run.commit.endswith("-dirty")]
     if dirty:
         warn(f"{dataset}: {len(dirty)} runs with changes that were not committed: {', '.join(dirty)}")
@@ -318,16 +356,17 @@ def print_tables(datasets, args):
 def print_csv(datasets):
     """A line per method, and one per method and class"""
     writer = csv.writer(sys.stdout)
-    about = ["runs", "mean", "std", "published", "difference", "seconds", "images_per_s"]
+    about = ["runs", "mean", "std", "published", "difference", "comparable", "seconds", "images_per_s"]
     writer.writerow(["dataset", "method", "class", *about])
     known = lambda values: ["" if value is None or np.isnan(value) else value for value in values]
     for name, rows in datasets.items():
         for row in rows:
-            figure, start = row.published()[0], [name, row.method]
-            ends = figure, row.mAP()[0] - figure if figure else None, row.seconds(), row.images_per_s()
+            (figure, alike), start = row.published(), [name, row.method]
+            ends = figure, row.mAP()[0] - figure if figure else None, alike if figure else None
+            ends += row.seconds(), row.images_per_s()
             writer.writerow([*start, "", len(row.runs), *known((*row.mAP(), *ends))])
             for label in row.runs[0].AP:
-                writer.writerow([*start, label, len(row.runs), *known(row.AP(label)), "", "", "", ""])
+                writer.writerow([*start, label, len(row.runs), *known(row.AP(label)), *[""] * 5])
 
 
 # ---- 4. Page
@@ -338,6 +377,7 @@ def line_chart(title, lines):
     from matplotlib.ticker import MaxNLocator
 
     epochs, values = zip(*(point for *_, line in lines for point in line.items()))
+    values = [*values, values[0] + 1e-6]  # one value alone has no range
     left, right = min(epochs), max(epochs)
     x_ticks = [tick for tick in MaxNLocator(6, integer=True).tick_values(left, right) if left <= tick <= right]
     y_ticks = MaxNLocator(5).tick_values(min(values), max(values))
@@ -350,23 +390,22 @@ def line_chart(title, lines):
     parts += [f'<text x="{x(tick) + 3:.1f}" y="206">{tick:g}</text>' for tick in x_ticks]
     for row, kind, what, line in lines:
         path = "L".join(f"{x(epoch):.1f} {y(value):.1f}" for epoch, value in line.items())
-        parts.append(f'<path class="{kind}" style="{row.style}" d="M{path}"><title>{escape(what)}</title></path>')
+        parts.append(f'<path class="{kind}" style="{row.style}" d="M{path}h0"><title>{escape(what)}</title></path>')
     svg = f'<svg viewBox="0 0 360 212" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
     return f"<figure><figcaption>{escape(title)}</figcaption>{svg}</figure>"
 
 
 def curves(rows):
     """Validation mAP, and how many of the pseudo-labels are right"""
-    columns = dict.fromkeys(name for row in rows for run in row.runs for line in run.epochs for name in line)
-    right = [name for name in columns if "precision" in name or name.endswith("_correct")]
     charts = []
-    for title, names in (("validation mAP over epochs", ["val_mAP"]), ("pseudo-labels that are right, %", right)):
+    for title, names in {"validation mAP over epochs": ["val_mAP"], **RIGHT}.items():
         lines = []
         for row, name in ((row, name) for row in rows for name in names):
-            found = {run.settings.seed: run.column(name) for run in row.runs if run.column(name)}
-            lines += [(row, "run", f"{row.method}: {name}, seed {seed}", line) for seed, line in found.items()]
-            common_epochs = sorted(set.intersection(*map(set, found.values()))) if found else []
-            mean = {epoch: np.mean([line[epoch] for line in found.values()]) for epoch in common_epochs}
+            used = lambda run: name == "val_mAP" or not getattr(run.settings, "no_plc", False)  # noqa: B023
+            found = [(run.settings.seed, run.column(name)) for run in row.runs if run.column(name) and used(run)]
+            lines += [(row, "run", f"{row.method}: {name}, seed {seed}", line) for seed, line in found]
+            epochs = sorted(set.intersection(*(set(line) for _, line in found))) if found else []
+            mean = {epoch: np.mean([line[epoch] for _, line in found]) for epoch in epochs}
             lines += [(row, "mean", f"{row.method}: {name}, mean", mean)] if mean else []
         charts += [line_chart(title, lines)] if lines else []
     return "".join(charts)
@@ -382,8 +421,8 @@ def difference_bars(rows):
     """A line per class: each method's AP minus AN's, to the left and right of zero"""
     found = differences(rows)
     if not found:
-        return ""
-    most = np.nanmax(np.abs([ds for *_, ds in found])) or 1
+        return f'<p class="note">Where {AN} was run too, differences from it are shown here.</p>'
+    most = max(np.nan_to_num(np.abs([ds for *_, ds in found])).max(), 1e-9)
     lines = [f'<div class="class scale"><span></span><div><b>-{most:.1f}</b><b>0</b><b>+{most:.1f}</b></div></div>']
     for name, _, ds in found:
         known = [(row, d) for row, d in zip(rows[1:], ds) if not np.isnan(d)]
@@ -396,11 +435,17 @@ def difference_bars(rows):
 def gallery(rows, args):
     """Test images with the probabilities that one run of each method gives them"""
     device, p, first = common.find_device(args.device), [], None
-    for run in (min(row.runs, key=lambda run: run.settings.seed) for row in rows):
+    chosen = [min(row.runs, key=lambda run: run.settings.seed) for row in rows]
+    for run in tqdm(chosen, desc="test images", leave=False, disable=not sys.stderr.isatty()):
         model, settings, classes = predict.load_model(run.path, device)
-        data = common.load(replace(settings, data_root=args.data_root or settings.data_root))
+        settings = replace(settings, data_root=args.data_root or settings.data_root)
+        if settings.dataset == "scenes" and not (Path(settings.data_root) / "scenes").is_dir():
+            common.die(f"there is no {settings.data_root}/scenes here")  # a report makes no data set
+        data = common.load(settings)
         first = first or data
-        if not data.test or data.classes != classes or data.test.images.names != first.test.images.names:
+        if not data.test:
+            common.die(f"{settings.dataset} has no test images")
+        if data.classes != classes or data.test.images.names != first.test.images.names:
             common.die(f"the test images or classes of {settings.dataset} are not those of all these runs")
         order = np.random.RandomState(args.seed).permutation(len(data.test))  # rows of the file, all of it test
         sample = order[:SAMPLE]
@@ -415,7 +460,11 @@ def gallery(rows, args):
         apart = (p.amax(0) - p.amin(0)).mean(1)
         title = f"Of {len(sample)} random ones, the {SHOWN} on which the methods' probabilities are furthest apart"
         kinds[title] = apart.argsort(descending=True)[:SHOWN].tolist()
-    parts = []
+    seeds = ", ".join(f"{row.method} of seed {run.settings.seed}" for row, run in zip(rows, chosen))
+    parts = [
+        f"""<p class="note">Bars are probabilities: {escape(seeds)}. <b class="observed">Marked</b>: the true label that
+        the protocol's draw would have observed; <b>bold</b>: other true labels; grey: the highest of the others.</p>"""
+    ]
     for title, places in kinds.items():
         cards = [image_card(rows, data, sample[i], p[:, i], observed[sample[i]]) for i in places]
         parts.append(f'<h4>{title}</h4><div class="cards">{"".join(cards)}</div>')
@@ -423,17 +472,23 @@ def gallery(rows, args):
 
 
 def image_card(rows, data, image, p, observed):
-    """p: (methods, C). Shown are the true classes and the highest of the others."""
+    """p: (methods, C). Shown are true classes, the observed one first, and the highest of the others."""
     order, y = p.amax(0).argsort(descending=True).tolist(), data.test.y[image]
-    true, false = [c for c in order if y[c]], [c for c in order if not y[c]]
+    true, false = np.flatnonzero(y).tolist(), [c for c in order if not y[c]]
+    true.sort(key=lambda c: not observed[c])
     lines = []
-    for c in true[:6] + false[: max(2, 5 - len(true))]:
+    for c in true[:8] + false[: max(2, 5 - len(true))]:
         kind = "observed" if observed[c] else "true" if y[c] else "false"
         bars = "".join(bar(row, value, 100 * value) for row, value in zip(rows, p[:, c].tolist()))
-        lines.append(f'<div class="p {kind}"><span>{escape(data.classes[c])}</span><div>{bars}</div></div>')
+        said = ", ".join(f"{row.method} {value:.2f}" for row, value in zip(rows, p[:, c].tolist()))
+        bars = f'<div role="img" aria-label="{escape(said)}">{bars}</div>'
+        lines.append(f'<div class="p {kind}"><span>{escape(data.classes[c])}</span>{bars}</div>')
+    if len(true) > 8:
+        lines.append(f'<p class="note">and {len(true) - 8} more true labels</p>')
     names = escape(json.dumps([data.classes[c] for c in true]))
     picture = thumbnail(data.test.images, image)
-    return f'<figure class="card" data-true="{names}"><img alt="" src="{picture}">{"".join(lines)}</figure>'
+    alt = escape(", ".join(data.classes[c] for c in true))
+    return f'<figure class="card" data-true="{names}"><img alt="{alt}" src="{picture}">{"".join(lines)}</figure>'
 
 
 def thumbnail(images, row):
@@ -471,7 +526,7 @@ def section(template, name, rows, args, warn):
         table=html_table(details(rows)),
         footnote=escape(footnote(rows)),
         curves=curves(rows),
-        options="".join(f"<option>{escape(label)}</option>" for label in sorted(rows[0].runs[0].AP)),
+        options="".join(f'<option value="{escape(x)}">{escape(x)}</option>' for x in sorted(rows[0].runs[0].AP)),
         bars=difference_bars(rows),
         images=images,
     )
@@ -498,6 +553,8 @@ if __name__ == "__main__":
     args = tyro.cli(Args, use_underscores=True)
     if args.markdown + args.latex + args.csv > 1:
         common.die("--markdown, --latex and --csv exclude each other")
+    if args.html and not Path(args.html).absolute().parent.is_dir():
+        common.die(f"--html {args.html}: there is no such folder")
     warnings = []
     datasets = group(read_runs(args.runs, warnings.append))
     if not datasets:
@@ -508,7 +565,8 @@ if __name__ == "__main__":
         print_csv(datasets)
     else:
         print_tables(datasets, args)
+    said = len(warnings)
+    print("".join(f"warning: {warning}\n" for warning in warnings), end="", file=sys.stderr)
     if args.html:
         write_page(datasets, args, warnings)
-    for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        print("".join(f"warning: {warning}\n" for warning in warnings[said:]), end="", file=sys.stderr)

@@ -241,3 +241,31 @@ def test_lists_in_a_config_are_tuples_again(trained, workplace):
     settings = {**common.asdict(Args()), "pair": [0.5, 2.0]}
     (workplace / "config.json").write_text(json.dumps({"settings": settings}))
     assert common.read_run_settings(Args, workplace).pair == (0.5, 2.0)
+
+
+def test_photos_are_turned_as_the_camera_held_them(workplace):
+    rs = np.random.RandomState(0)
+    pixels = rs.randint(0, 256, (40, 60, 3)).astype(np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter, clockwise
+    Image.fromarray(pixels).save("turned.png", exif=exif)
+    Image.fromarray(np.rot90(pixels, -1)).save("upright.png")
+    assert torch.equal(predict.read_pixels("turned.png", 20), predict.read_pixels("upright.png", 20))
+    assert not np.array_equal(common.decode("turned.png", 20), common.decode("upright.png", 20))  # training: as ever
+
+
+def test_odd_modes_are_read_or_refused(workplace):
+    grey = np.full((8, 8), 200, dtype=np.int32)
+    Image.fromarray(grey).save("int.tif")
+    Image.fromarray((grey * 256).astype(np.uint16)).save("deep.png")
+    Image.fromarray(grey.astype(np.float32)).save("float.tif")
+    for name in ("int.tif", "deep.png"):
+        assert predict.read_pixels(name, 4).unique().tolist() == [200]
+    assert "float.tif can't be read" in predict.read_pixels("float.tif", 4)
+
+
+def test_hidden_files_are_left_alone_and_none_is_taken_twice(workplace):
+    (workplace / "photos/.hidden").mkdir(parents=True)
+    for name in ("a.png", ".DS_Store", ".hidden/b.png"):
+        (workplace / "photos" / name).write_text("")
+    assert [path.name for path in predict.find_files(["photos", "photos/a.png"])] == ["a.png"]
