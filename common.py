@@ -3,6 +3,7 @@
 import argparse
 import copy
 import csv
+import ctypes
 import difflib
 import hashlib
 import itertools
@@ -760,7 +761,19 @@ def find_device(name):
         die(f"--device {name}: torch sees no CUDA device here; use --device cpu")
     if device.type not in ("cpu", "cuda"):
         die(f"--device {name}: only cpu and cuda are known here")
+    if device.type == "cpu":
+        keep_freed_memory()
     return device
+
+
+def keep_freed_memory():
+    """glibc returns large blocks to the system as they are freed; a CPU then spends up to half of a step on getting
+    pages for the next tensors."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "mallopt"):  # musl has none
+        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def ignore_ctrl_c(_):

@@ -1,9 +1,13 @@
+import ctypes
 import json
+import subprocess
+import sys
 import warnings
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT, write_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score, f1_score, precision_score, recall_score
@@ -205,8 +209,6 @@ def arguments(dataset, **more):
 @pytest.fixture
 def own(tmp_path):
     """A data set that a test may break"""
-    from conftest import write_dataset
-
     return write_dataset(tmp_path / "own", n_train=12, n_test=6)
 
 
@@ -412,3 +414,17 @@ def test_no_network_gives_one_sentence(monkeypatch, tmp_path):
     for backbone in ("resnet18", "tf_efficientnet_lite0"):
         with pytest.raises(SystemExit, match=rf"weights of {backbone} can't be had.*--weights FILE"):
             classifier(backbone=backbone, weights="imagenet")
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another malloc than glibc's")
+def test_a_cpu_does_not_page_in_every_tensor_anew():
+    count = (
+        "import resource, torch, common\n"
+        "common.find_device('cpu')\n"
+        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "start = faults()\n"
+        "for _ in range(10): torch.ones(2**24)\n"  # 64 MB: 16,384 pages
+        "print(faults() - start)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", count], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 40_000  # 163,840 where every tensor gets new pages
