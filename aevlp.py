@@ -181,8 +181,8 @@ def damp_pseudo_labels(s_global, s_local, z, nu, zeta_global, k, delta_neg):
 def score_views(run, clip, text, split, rows, epoch, args):
     """CLIP's softmax scores of this epoch's views of these rows, in batches: (idx, views, s_global, s_local)"""
     grown, flip = (draw.to(run.device) for draw in draw_views(len(split), args.grid, args.grow, args.seed, epoch))
-    batches = common.in_batches(rows, VIEWED_AT_ONCE)
-    for idx, x in zip(batches, run.pixels(split, batches)):
+    batches = torch.from_numpy(rows).to(run.device).split(VIEWED_AT_ONCE)
+    for idx, x in zip(batches, run.pixels(split, common.in_batches(rows, VIEWED_AT_ONCE))):
         views = augment(x, grown[idx], flip[idx], args.grid, clip.size)
         cosine = clip.encode_image(views.flatten(0, 1)).to(text) @ text.T
         scores = (cosine / args.tau).softmax(1).unflatten(0, views.shape[:2])  # (B, 1 + R, C)
@@ -228,8 +228,8 @@ def show_views(run, clip, text, data, row, args):
     pseudo = damp_pseudo_labels(s_global, s_local, z, args.nu, args.zeta_global, args.k, args.delta_neg)[0]
     together = aggregate(s_global, s_local, z, args.nu)[0]
     final, average = (s_global[0] + together) / 2, (s_global[0] + s_local[0].mean(0)) / 2
-    pixels = split.images[split.rows[idx]][0].numpy()
-    grown = draw_views(len(split), g, args.grow, args.seed, 1)[0][idx]
+    pixels = split.images[split.rows[[row]]][0].numpy()
+    grown = draw_views(len(split), g, args.grow, args.seed, 1)[0][[row]]
 
     figure = plt.figure(figsize=(15, 5.2), layout="constrained")
     left, middle, right = figure.subfigures(1, 3, width_ratios=(1, 1, 1.1))
@@ -297,9 +297,7 @@ if __name__ == "__main__":
 
     pseudo_all = torch.zeros(data.train.z.shape, dtype=torch.int8, device=run.device)  # new vs an.py
     if clip:  # new vs an.py: text and graph are computed once
-        text = torch.from_numpy(run.embed_texts(clip, texts).astype(np.float64)).to(
-            run.device
-        )  # (C, D), no unit vectors
+        text = torch.from_numpy(run.embed_texts(clip, texts).astype(np.float64)).to(run.device)  # (C, D), not unit
         graph = label_graph(text, min(args.graph_u, len(text)), args.graph_e, args.graph_tau)
         text = add_label_noise(text, graph, args.seed)
         if args.show_views >= 0 and common.rank() == 0:

@@ -274,7 +274,7 @@ class Views:
             views = []
             for row, pixels in zip(rows, batch):
                 state = np.random.SeedSequence([self.seed, self.epoch, int(row)]).generate_state(1, np.uint64)
-                torch.manual_seed(int(state[0]) >> 1)
+                torch.default_generator.manual_seed(int(state[0]) >> 1)  # torch.manual_seed would seed the GPUs too
                 views.append(self.view(pixels))
         return torch.stack([batch, torch.stack(views)], 1)
 

@@ -10,11 +10,11 @@ positives in it, uses no input normalisation, adds ColorJitter and greyscale to 
 (`--decoder_layers 2`), a SupCon loss (`--denominator all`) and stage-1 delta 0.5 for CUB. Anchors come from the weak
 view, what they are compared with from the strong view and the queue, which keeps weak ones. Eq. 7 as printed can be
 negative. Both views of an image are flipped alike. A run's best epoch is that of its last stage, stage 1's is kept as
-stage1.pt; a stage 2 of the same length without L_LAC is `--stage 2 --no_lac --init_from RUN`. `--end_to_end` has stage
-2's delta. Under torchrun L_LAC compares with each process's own strong views and the queue of all, and "all" is a mean
-over each process's anchors. Choosing anchors makes stage 2 wait for the device in every step. Backbones whose first
-layers have none of the names in FROZEN train them. `--linear` is not for this method, which needs maps, not pooled
-features: `--freeze_backbone`.
+stage1.pt; what L_LAC adds to as many more epochs without it shows `--stage 2 --no_lac --init_from RUN`, RUN being one
+of `--stage 1`. `--end_to_end` has stage 2's delta. Under torchrun L_LAC compares with each process's own strong views
+and the queue of all, and "all" is a mean over each process's anchors. Choosing anchors makes stage 2 wait for the
+device in every step. Backbones whose first layers have none of the names in FROZEN train them. `--linear` is not for
+this method, which needs maps, not pooled features: `--freeze_backbone`.
 """
 
 import copy
@@ -28,7 +28,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torchvision import transforms
 
@@ -114,8 +113,9 @@ def lac_loss(embed_a, class_a, embed_b, class_b, tau, denominator="inter"):
     if not len(embed_a) or not len(embed_b):
         return 0 * (embed_a.sum() + embed_b.sum())
     portions = zip(embed_a.split(ANCHORS_AT_ONCE), class_a.split(ANCHORS_AT_ONCE))
-    rest = embed_b, class_b, tau, denominator
-    return sum(checkpoint(anchor_losses, *some, *rest, use_reentrant=False) for some in portions) / len(embed_a)
+    rest, plain = (embed_b, class_b, tau, denominator), {"use_reentrant": False, "preserve_rng_state": False}
+    with torch.autocast(embed_a.device.type, enabled=False):
+        return sum(checkpoint(anchor_losses, *some, *rest, **plain) for some in portions) / len(embed_a)
 
 
 class Queue(nn.Module):
@@ -145,9 +145,17 @@ def from_all(embed, classes):
     """Every process's embeddings and their classes, in the order of the ranks"""
     if common.world() == 1:
         return embed, classes
-    everyone = [None] * common.world()
-    dist.all_gather_object(everyone, (embed.cpu(), classes.cpu()))
-    return tuple(torch.cat(parts).to(embed.device) for parts in zip(*everyone))
+    counts = torch.zeros(common.world(), dtype=torch.int64, device=embed.device)
+    counts[common.rank()] = len(embed)
+    dist.all_reduce(counts)
+    counts = counts.tolist()
+
+    def gather(mine):
+        everyone = [mine.new_empty(max(counts), *mine.shape[1:]) for _ in counts]
+        dist.all_gather(everyone, torch.cat([mine, everyone[0][len(mine) :]]))  # padded to one length
+        return torch.cat([part[:n] for part, n in zip(everyone, counts)])
+
+    return gather(embed), gather(classes)
 
 
 def compare(embed_weak, embed_strong, chosen, queue, tau, denominator):
@@ -220,7 +228,7 @@ class LabelWise(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_classes, args.dim).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(num_classes).uniform_(-bound, bound))
         self.project = nn.Sequential(nn.Linear(args.dim, args.dim), nn.ReLU(), nn.Linear(args.dim, args.project_dim))
-        if args.weights != "none":  # random first layers must learn
+        if args.weights != "none" or args.freeze_backbone:  # random first layers must learn
             self.still = [module for module in self.body.modules() if isinstance(module, nn.BatchNorm2d)]
             for name, weight in self.body.named_parameters():
                 weight.requires_grad_(not (args.freeze_backbone or name.startswith(FROZEN)))
@@ -266,6 +274,13 @@ def make_model(args, num_classes):
     if args.dim % 4 or args.dim % args.heads:
         common.die(f"--dim {args.dim} must be divisible by 4 and by --heads {args.heads}")
     return LabelWise(args, num_classes)
+
+
+@torch.no_grad()
+def follow(average, model, decay):
+    """average <- decay * average + (1 - decay) * model: weights and statistics. torch's own waits for the device"""
+    ours, new = ([t for t in (*net.parameters(), *net.buffers()) if t.is_floating_point()] for net in (average, model))
+    torch._foreach_lerp_(ours, new, 1 - decay)
 
 
 def count(p, z, y, delta):
@@ -319,7 +334,7 @@ if __name__ == "__main__":
         common.die("--tau must be above 0; --queue, --lambda_plc, --lambda_lac and --weight_decay at least 0")
     if min(args.heads, args.ffn, args.decoder_layers, args.project_dim, args.dim) < 1:
         common.die("--dim, --heads, --ffn, --decoder_layers and --project_dim must be at least 1")
-    if args.freeze_backbone and args.weights == "none":
+    if args.freeze_backbone and args.weights == "none" and not common.start_from(args):
         common.die("--freeze_backbone: random weights must learn, --weights says where better ones are")
     if args.stage == "2" and not (args.init_from or args.resume or args.eval_only):
         common.die("--stage 2 goes on from a run of stage 1: say --init_from RUN (from nothing: --end_to_end)")
@@ -337,7 +352,7 @@ if __name__ == "__main__":
     steps = -(-len(data.train) // args.batch_size) * args.epochs
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, max(6, steps), pct_start=0.2)  # 5 divide by 0
     fresh = copy.deepcopy((optimizer.state_dict(), schedule.state_dict()))
-    average = AveragedModel(common.unwrap(model), multi_avg_fn=get_ema_multi_avg_fn(args.ema), use_buffers=True)
+    average = copy.deepcopy(common.unwrap(model)).requires_grad_(False)
     queue = Queue(args.queue, args.project_dim).to(run.device)
     state, main_process = dict(schedule=schedule, average=average, queue=queue), common.rank() == 0
 
@@ -348,7 +363,7 @@ if __name__ == "__main__":
             common.load_weights(common.unwrap(model), run.directory / "stage1.pt")
             optimizer.load_state_dict(fresh[0])
             schedule.load_state_dict(fresh[1])
-            average.n_averaged.zero_()  # its next update copies the model
+            average.load_state_dict(common.unwrap(model).state_dict())
         counts = torch.zeros(5, device=run.device)
         for x, z, idx in run.batches(data.train, view=strong_view):
             x = torch.cat([x[:, 0], x[:, 1]]).contiguous(memory_format=torch.channels_last)  # (2B, 3, H, W)
@@ -366,7 +381,7 @@ if __name__ == "__main__":
             loss = an + args.lambda_plc * plc + args.lambda_lac * lac
             run.step(loss, optimizer)
             schedule.step()
-            average.update_parameters(common.unwrap(model))
+            follow(average, common.unwrap(model), args.ema)
             counts += count(p_weak, z, data.train.true(idx), delta)
             run.log(loss=loss, loss_an=an, loss_plc=plc, loss_lac=lac)
         labels, above, above_right, below, below_right = counts
@@ -375,7 +390,7 @@ if __name__ == "__main__":
             run.log(precision_above=100 * above_right / above, precision_below=100 * below_right / below)
         if with_lac:
             run.log(queue_fill=(queue.classes >= 0).sum())
-        run.evaluate(model, data, ema=average.module)
+        run.evaluate(model, data, ema=average)
 
     if args.show_attention >= 0 and main_process:
         common.load_weights(common.unwrap(model), run.directory / "best.pt")

@@ -20,13 +20,13 @@ than AN (`scenes`, 4 epochs: 26.6 against 30.1; without mixup 24.4; batches of 3
 some: begin with `an.py`, go on with `--init_from` (4 more epochs: 49.0 against 45.3 of AN itself).
 """
 
+import copy
 import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import common
 
@@ -147,6 +147,14 @@ def add_lgconv(module, heads=8):
     return count
 
 
+# same as in lac.py: follow
+@torch.no_grad()
+def follow(average, model, decay):
+    """average <- decay * average + (1 - decay) * model: weights and statistics. torch's own waits for the device"""
+    ours, new = ([t for t in (*net.parameters(), *net.buffers()) if t.is_floating_point()] for net in (average, model))
+    torch._foreach_lerp_(ours, new, 1 - decay)
+
+
 def make_model(args, num_classes):
     model = common.Classifier(args, num_classes)
     if args.lgconv and not add_lgconv(model.body):
@@ -176,8 +184,7 @@ if __name__ == "__main__":
     if args.one_cycle:
         extra["schedule"] = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, steps * args.one_cycle)
     if args.ema:
-        decay = get_ema_multi_avg_fn(args.ema)
-        extra["average"] = AveragedModel(common.unwrap(model), multi_avg_fn=decay, use_buffers=True)
+        extra["average"] = copy.deepcopy(common.unwrap(model)).requires_grad_(False)
     chance = torch.distributions.Beta(BETA, BETA)
     share = args.batch_size // common.world()  # of a process, at least
     least = min(4, share)  # a last image alone would have no spread, and an enormous gradient
@@ -202,10 +209,10 @@ if __name__ == "__main__":
             if args.one_cycle:
                 extra["schedule"].step()
             if args.ema:
-                extra["average"].update_parameters(common.unwrap(model))
+                follow(extra["average"], common.unwrap(model), args.ema)
             run.log(loss=loss, loss_unlabelled=unlabelled.sum(), loss_positive=positive.sum())
             if mixing:
                 run.log(loss_mixup=consistency)
             run.log(tau_min=tau.min(), tau_mean=tau.mean(), tau_max=tau.max(), u_mean=u.mean())
             run.log(classes_without_positive=empty.sum())
-        run.evaluate(extra["average"].module if args.ema else model, data)
+        run.evaluate(extra["average"] if args.ema else model, data)
