@@ -12,6 +12,7 @@ import csv
 import io
 import json
 import os
+import re
 import shlex
 import sys
 from dataclasses import dataclass, fields, replace
@@ -100,7 +101,7 @@ class Run:
     preset: common.Args  # what they would be if nothing had been said
     mAP: float
     AP: dict
-    seconds: float
+    seconds: float  # of training: who embedded first is chance
     epochs: list  # rows of metrics.csv
     commit: str
     around: dict  # where it ran
@@ -130,7 +131,19 @@ class Run:
         """{what may differ between runs: (value, the preset's value)}"""
         names = [field.name for field in fields(common.Args) if field.name not in NOT_COMPARED]
         chosen = {name: (getattr(self.settings, name), getattr(self.preset, name)) for name in (*names, *SHARED)}
-        return chosen | {name: (value, None) for name, value in self.around.items()}
+        no_preset = {"dataset": self.source(), "init_from": self.start(), **self.around}
+        return chosen | {name: (value, None) for name, value in no_preset.items()}
+
+    def source(self):
+        """The data set's name if it is in --data_root, wherever that is, else its path"""
+        path, root = Path(self.settings.dataset), Path(self.settings.data_root)
+        in_root = os.sep not in self.settings.dataset or path.resolve().parent == root.resolve()
+        return self.dataset if in_root else str(path.resolve())
+
+    def start(self):
+        """--init_from without seed and time"""
+        given = self.settings.init_from
+        return re.sub(r"-s\d+-\d{8}-\d{6}$", "", str(Path(given).resolve())) if given else ""
 
     def published(self):
         """-> figure or None, whether it was reached with what this run has"""
@@ -170,8 +183,7 @@ def read_run(path):
     around = {"commit": config["commit"].removesuffix("-dirty")[:7], "torch": config["versions"]["torch"]}
     around |= {"device": config["device"], "processes": config["processes"], "classes": ", ".join(AP)}
     around |= {"validation": "none" if result["val_mAP"] is None else "yes"}
-    seconds = result["seconds"] + result.get("embedding_seconds", 0)
-    return Run(path, method, settings, preset, mAP, AP, seconds, epochs, config["commit"], around)
+    return Run(path, method, settings, preset, mAP, AP, result["seconds"], epochs, config["commit"], around)
 
 
 def read_runs(paths, warn):
@@ -377,10 +389,10 @@ def line_chart(title, lines):
     from matplotlib.ticker import MaxNLocator
 
     epochs, values = zip(*(point for *_, line in lines for point in line.items()))
-    values = [*values, values[0] + 1e-6]  # one value alone has no range
     left, right = min(epochs), max(epochs)
+    middle, half = (max(values) + min(values)) / 2, max(max(values) - min(values), 1) / 2  # a flat line has no range
     x_ticks = [tick for tick in MaxNLocator(6, integer=True).tick_values(left, right) if left <= tick <= right]
-    y_ticks = MaxNLocator(5).tick_values(min(values), max(values))
+    y_ticks = MaxNLocator(5).tick_values(middle - half, middle + half)
     x = lambda epoch: 36 + 310 * (epoch - left) / max(right - left, 1)
     y = lambda value: 190 - 175 * (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
     parts = [

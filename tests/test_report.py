@@ -96,6 +96,13 @@ def test_numbers_against_numpy(compare, runs):
     assert len(lines) == 2 * (1 + 4)
 
 
+def test_minutes_are_those_of_training(compare, workplace, trained):
+    """Only the run that came first had to embed"""
+    for seed, embedding in enumerate((600, 0)):
+        copy(trained, workplace / str(seed), {"seed": seed}, {"seconds": 90, "embedding_seconds": embedding})
+    assert re.search(r"^an.py +2 .* 1.5 +\d+$", compare("0", "1")[0], re.M)
+
+
 def test_the_printed_table(compare, runs):
     out, _ = compare(*runs)
     values = [read(run)["test_mAP"] for run in runs[:3]]
@@ -220,6 +227,7 @@ def test_published_figures_are_the_papers():
         ({}, {"device": "A100"}, "the runs differ in device: cpu "),
         ({}, {"commit": "abc1234-dirty"}, "squares: 1 runs with changes that were not committed: runs/new"),
         ({"seed": 1}, {}, "squares: an.py has 2 runs of seed 1"),
+        ({"dataset": "/b/squares"}, {}, "/b/squares (an.py)"),
         ({"workers": 5, "out": "x", "data_root": "y", "device": "cpu", "compile": True}, {}, None),
     ],
 )
@@ -237,6 +245,25 @@ def test_methods_may_have_presets_of_their_own(compare, workplace, trained, pseu
     assert compare("an", "em")[1] == []
     copy(pseudo, workplace / "patient", {"patience": 3})
     assert ["differ in patience" in line for line in compare("an", "patient")[1]] == [True]
+
+
+def test_a_dataset_by_name_and_by_path(compare, workplace, trained):
+    """One of --data_root is the same wherever that is; elsewhere it is another, whatever its name"""
+    names = [("a", "pets", "data"), ("b", "data/pets", "data"), ("c", f"{workplace}/data/pets/", "data")]
+    names += [("d", "pets", "/other"), ("e", "/other/pets", "/other"), ("f", "/third/pets", "data")]
+    for seed, (name, dataset, root) in enumerate(names):
+        copy(trained, workplace / name, {"dataset": dataset, "data_root": root, "seed": seed})
+    assert compare("a", "b", "c", "d", "e")[1] == []
+    assert compare("a", "f")[1] == ["warning: pets: the runs differ in dataset: pets (an.py), /third/pets (an.py)"]
+
+
+def test_other_starts_are_warned_of(compare, workplace, trained):
+    starts = ("runs/voc-an-s0-20261116-093000", "runs/voc-an-s1-20261117-101500", "runs/voc-vlpl-s1-20261117-101500")
+    for seed, init_from in enumerate(starts):
+        copy(trained, workplace / str(seed), {"init_from": init_from, "seed": seed})
+    assert compare("0", "1")[1] == []
+    (warning,) = compare("0", "1", "2")[1]
+    assert warning.endswith(f"differ in init_from: {workplace}/runs/voc-an (an.py), {workplace}/runs/voc-vlpl (an.py)")
 
 
 def test_what_is_no_finished_run_is_left_out(compare, script, runs, workplace, trained):
@@ -343,6 +370,16 @@ def test_the_page_without_data_says_so(compare, badly_named, workplace):
     for name in ("<i>&_set", *BAD_NAMES[:3]):
         assert name not in before + after
         assert html.escape(name) in before
+
+
+@pytest.mark.parametrize("values", [[12.345678] * 3, [50.0], [99.9, 99.95, 100.0], [0.0, 80.0]])
+def test_the_ticks_of_a_curve_differ(values):
+    row = report.Row("an.py", [], "")
+    chart = report.line_chart("flat", [(row, "run", "an.py", dict(enumerate(values, 1)))])
+    ticks = re.findall(r'<text x="31".*?>(.*?)</text>', chart)
+    assert len(ticks) == len(set(ticks)) > 2
+    assert max(map(len, ticks)) <= 5  # more would be cut off
+    assert float(ticks[0]) <= min(values) <= max(values) <= float(ticks[-1])
 
 
 LOOK = """<!doctype html><iframe src="page.html" style="width:360px;height:800px"></iframe><pre></pre><script>
