@@ -401,8 +401,16 @@ def test_the_logged_labels_are_those_of_the_method(script, flags, workplace):
         scores = (clip.encode_image(views) @ text.T / args.tau).softmax(1)[None]
         one = aevlp.damp_pseudo_labels(scores[:, 0], scores[:, 1:], data.train.z[[row]], 0.1, 0.2, 3, 0.25)
         assert torch.equal(last["pseudo"][[row]], one)
-    assert (last["pseudo"] == 1).any()
-    assert (last["pseudo"] == -1).any()
+    positive, negative, y = last["pseudo"] == 1, last["pseudo"] == -1, data.train.y
+    percent = lambda part: 100 * part.float().mean().item()
+    expected = {"pseudo_precision": percent(y[positive] == 1), "pseudo_negatives_correct": percent(y[negative] == 0)}
+    expected |= {"pseudo_recall": percent(positive[(y == 1) & (data.train.z == 0)])}
+    expected |= {"positives_per_image": positive.sum().item() / len(y)}
+    expected |= {"negatives_per_image": negative.sum().item() / len(y)}
+    (logged,) = rows(run_directory)
+    assert {name: logged[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert 0 < logged["pseudo_precision"] < 100
+    assert 0 < logged["pseudo_negatives_correct"] < 100
 
 
 def test_refresh_every_keeps_the_labels_in_between(script, flags, workplace):

@@ -132,6 +132,14 @@ def test_lac_of_nothing_is_0(denominator):
 
 
 @pytest.mark.parametrize("denominator", ["inter", "all"])
+def test_lac_is_computed_in_full_precision(denominator):
+    (a, class_a), (b, class_b) = embeddings(6, 3, 0), embeddings(9, 3, 1)
+    plain = lac.lac_loss(a.float(), class_a, b.float(), class_b, 0.5, denominator)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(lac.lac_loss(a.float(), class_a, b.float(), class_b, 0.5, denominator), plain)
+
+
+@pytest.mark.parametrize("denominator", ["inter", "all"])
 def test_lac_gradient_reaches_both_sides(denominator):
     (a, class_a), (b, class_b) = embeddings(5, 3, 1), embeddings(7, 3, 2)
     class_b[class_b == class_a[0]] = 2 if class_a[0] != 2 else 1  # the first anchor has no partner
@@ -376,11 +384,14 @@ def test_views_follow_seed_epoch_and_image(squares):
     assert not torch.equal(first[:, 1], views(1, 1, rows)[:, 1])
 
 
-def test_views_leave_the_random_state_alone(squares):
+def test_views_leave_the_random_state_alone(squares, monkeypatch):
     data = common.load(arguments("--dataset", squares))
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
+    monkeypatch.setattr(
+        torch.cuda, "manual_seed_all", lambda _: pytest.fail("dropout on a GPU would follow the images")
+    )
     common.Views(data.train.images, lac.strong_view, 0, 1)[data.train.rows[:2]]
     assert torch.equal(torch.rand(3), expected)
 
@@ -412,16 +423,68 @@ def test_both_stages_in_one_run(script, squares, workplace):
         assert np.asarray(picture.convert("L")).std() > 20
 
 
-def test_the_best_of_raw_and_average_counts(script, squares, workplace):
-    script("lac.py", "--dataset", squares, *SMALL, *SIZE, "--epochs", 4, "--stage", 1)
+@pytest.mark.parametrize(("decay", "better"), [(0.5, "average"), (0.999, "model")])
+def test_the_best_of_raw_and_average_counts(script, squares, workplace, decay, better):
+    script("lac.py", "--dataset", squares, *SMALL, *SIZE, "--epochs", 1, "--stage", 1, "--ema", decay)
     run = only_run(workplace)
-    best = max(rows(run), key=lambda row: row["val_mAP"])
+    (row,) = rows(run)
     kept, last = (torch.load(run / name, weights_only=True) for name in ("best.pt", "last.pt"))
-    assert kept["val_mAP"] == best["val_mAP"] == max(best["mAP_raw"], best["mAP_ema"])
-    if best["epoch"] == 4:  # its weights are the last ones, of the one that was better
-        prefix = "" if best["mAP_raw"] >= best["mAP_ema"] else "module."
-        state = last["average"] if prefix else last["model"]
-        assert all(torch.equal(value, state[prefix + name]) for name, value in kept["model"].items())
+    assert (row["mAP_ema"] > row["mAP_raw"]) == (better == "average")
+    assert kept["val_mAP"] == row["val_mAP"] == max(row["mAP_raw"], row["mAP_ema"])
+    assert all(torch.equal(value, last[better][name]) for name, value in kept["model"].items())
+    assert not torch.equal(last["average"]["queries"], last["model"]["queries"])
+
+
+def test_the_losses_of_a_step_are_those_of_its_views(script, squares, workplace):
+    """One step on all images at a learning rate of nothing, made again"""
+    delta, still = 0.52, ("--lr", "1e-30", "--weight_decay", "0", "--dropout", "0", "--workers", "0")
+    weights = ("--lambda_plc", "0.5", "--lambda_lac", "2", "--tau", "0.3")
+    flags = ("--dataset", squares, *SMALL, *SIZE, *still, "--batch_size", "80", "--delta", "0.9", str(delta))
+    script("lac.py", *flags, *weights, "--epochs", 1, "--end_to_end")
+    args = common.parse(lac.Args, lac.PRESETS, list(flags))
+    run, data, model = common.Run(args, str(ROOT / "lac.py")), common.load(args), lac.make_model(args, 4).train()
+    model.load_state_dict(torch.load(only_run(workplace) / "last.pt", weights_only=True)["model"])
+    run.epoch = 1
+    ((x, z, idx),) = run.batches(data.train, view=lac.strong_view)
+    logits, embed = model(torch.cat([x[:, 0], x[:, 1]]).contiguous(memory_format=torch.channels_last), True)
+    p, y, hidden = logits[:80].sigmoid(), data.train.y[idx], z == 0
+    above, below = (p >= delta) & hidden, (p <= 1 - delta) & hidden
+    chosen = above | (z == 1)
+    classes = chosen.nonzero()[:, 1]
+    an, plc = lac.an_loss(logits[:80], z), lac.plc_loss(logits[80:], p, z, delta)
+    contrast = lac.lac_loss(embed[:80][chosen], classes, embed[80:][chosen], classes, 0.3) * len(classes) / (80 * 4)
+    percent = lambda part: 100 * part.float().mean().item()
+    expected = {"loss_an": an.item(), "loss_plc": plc.item(), "loss_lac": contrast.item()}
+    expected |= {"loss": (an + 0.5 * plc + 2 * contrast).item()}
+    expected |= {"share_above": percent(above[hidden]), "share_below": percent(below[hidden])}
+    expected |= {"precision_above": percent(y[above] == 1), "precision_below": percent(y[below] == 0)}
+    (row,) = rows(only_run(workplace))
+    assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    assert 0 < row["share_below"] < 100
+    assert 0 < row["precision_above"] < 100
+
+
+def test_schedule_and_decay_are_used(script, squares, workplace):
+    script("lac.py", "--dataset", squares, *SMALL, *SIZE, "--epochs", 4, "--max_steps", 15, "--weight_decay", 0.02)
+    group = torch.load(only_run(workplace) / "last.pt", weights_only=True)["optimizer"]["param_groups"][0]
+    weight = nn.Parameter(torch.zeros(1))
+    cycle = torch.optim.lr_scheduler.OneCycleLR(torch.optim.AdamW([weight]), 3e-3, 40, pct_start=0.2)
+    for _ in range(15):
+        cycle.optimizer.step()
+        cycle.step()
+    assert group["lr"] == pytest.approx(cycle.get_last_lr()[0])
+    assert group["weight_decay"] == 0.02
+
+
+def test_a_random_backbone_may_be_frozen_where_a_run_has_trained_it(script, squares, workplace):
+    flags = ("--dataset", squares, *SMALL, *SIZE, "--epochs", 1)
+    script("lac.py", *flags, "--stage", 1, "--out", "one")
+    (first,) = (workplace / "one").iterdir()
+    script("lac.py", *flags, "--stage", 2, "--init_from", first, "--freeze_backbone", "--out", "two")
+    (second,) = (workplace / "two").iterdir()
+    before, after = (torch.load(path, weights_only=True)["model"] for path in (first / "best.pt", second / "last.pt"))
+    for name in before:
+        assert torch.equal(before[name], after[name]) == name.startswith("body."), name
 
 
 def at_the_switch(script, squares, workplace, *more):
@@ -448,7 +511,7 @@ def test_stage_2_starts_from_stage_1s_best(script, squares, workplace):
     for name, value in marked.items():
         if "running" not in name:
             assert torch.equal(last["model"][name], value), name
-            assert torch.allclose(last["average"][f"module.{name}"], value, atol=1e-5), name
+            assert torch.allclose(last["average"][name], value, atol=1e-5), name
 
 
 def test_the_switch_makes_everything_fresh(script, squares, workplace):
@@ -457,7 +520,6 @@ def test_the_switch_makes_everything_fresh(script, squares, workplace):
     last = torch.load(run / "last.pt", weights_only=True)
     assert last["schedule"]["last_epoch"] == 10
     assert {state["step"].item() for state in last["optimizer"]["state"].values()} == {10}
-    assert last["average"]["n_averaged"] == 10
 
 
 def test_a_run_reports_its_last_stage_and_keeps_the_first(script, squares, workplace):
@@ -483,16 +545,18 @@ def test_patience_ends_a_stage_not_the_run(script, squares, workplace, tmp_path)
 
 
 def test_the_average_is_an_exponential_one(script, squares, workplace):
-    """Two steps: the first is copied, the second mixed in with 1 - decay"""
+    """From the first weights on, every step's are mixed in with 1 - decay"""
     flags = ("--dataset", squares, *SMALL, *SIZE, "--epochs", 1, "--no_lac")
     for steps in (1, 2):
         script("lac.py", *flags, "--max_steps", steps, "--out", steps)
     one, two = (torch.load(next((workplace / str(n)).iterdir()) / "last.pt", weights_only=True) for n in (1, 2))
+    torch.manual_seed(0)
+    start = lac.make_model(arguments(), 4).state_dict()
     for name, raw in one["model"].items():
-        if raw.is_floating_point() and "running" not in name:
-            expected = 0.9 * one["average"][f"module.{name}"] + 0.1 * two["model"][name]
-            assert torch.equal(one["average"][f"module.{name}"], raw)
-            assert torch.allclose(two["average"][f"module.{name}"], expected, atol=1e-6), name
+        if raw.is_floating_point():
+            assert torch.allclose(one["average"][name], 0.9 * start[name] + 0.1 * raw, atol=1e-6), name
+            expected = 0.9 * one["average"][name] + 0.1 * two["model"][name]
+            assert torch.allclose(two["average"][name], expected, atol=1e-6), name
 
 
 def test_projection_is_frozen_in_stage_1(script, squares, workplace):
@@ -589,6 +653,9 @@ def test_from_all_keeps_order_and_sizes(workplace):
         "rows, classes = lac.from_all(embed, torch.arange(n) + 5 * rank)\n"
         "assert rows.tolist() == [[0, 0], [1, 1], [2, 2], [10, 10]], rows\n"
         "assert classes.tolist() == [0, 1, 2, 5], classes\n"
+        "for mine, everyones in ((2 * rank, 2), (0, 0)):\n"
+        "    rows, classes = lac.from_all(torch.ones(mine, 2), torch.ones(mine, dtype=torch.int64))\n"
+        "    assert rows.shape == (everyones, 2) and classes.shape == (everyones,)\n"
         "dist.barrier()\n"
         "dist.destroy_process_group()\n"
     )
