@@ -192,6 +192,27 @@ def test_an_export_that_differs_is_not_written(trained, script, workplace, monke
     assert (workplace / "model.pt2").read_text() == "old"
 
 
+@pytest.mark.parametrize("files", [[], ["photos/a.png"]])
+def test_an_export_with_other_preprocessing_is_not_written(trained, folder, monkeypatch, files):
+    def without_255(self, pixels):
+        return self.model(torch.nn.functional.interpolate(pixels.float(), self.size)).sigmoid()
+
+    model, args, _ = predict.load_model(trained, "cpu")
+    monkeypatch.setattr(predict.Portable, "forward", without_255)
+    with pytest.raises(SystemExit, match=r"squashed by PIL \(0.05 is allowed\): none was written"):
+        predict.export(Path("model.pt2"), model, args.image_size, {}, files)
+    assert not Path("model.pt2").exists()
+
+
+def test_an_exported_model_that_fails_is_not_a_full_disk(trained, script, workplace, monkeypatch):
+    def broken(file):
+        raise RuntimeError("no kernel for this\nand more")
+
+    monkeypatch.setattr(torch.export, "load", broken)
+    with pytest.raises(SystemExit, match=r"error: torch can't export this model: no kernel for this$"):
+        script("predict.py", trained, "--export", "model.pt2")
+
+
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
