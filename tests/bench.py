@@ -7,11 +7,12 @@
 The scripts run as they are, in this process, on made-up images and random weights. `ours` and `other` are medians,
 `ratio` is ours over other or, with an x, how many times faster ours is; `quartiles`, of the repeats' ratios, show the
 noise. Where the ratio is an exponent, time or memory grows like size^exponent, `ours` is that of the largest
-and `other` of the smallest size. Memory is RssAnon, which only Linux tells, or on CUDA the device's. Ends with code 1
-where a bar is not met.
+and `other` of the smallest size. Memory is RssAnon, which only Linux tells, or on CUDA the device's. Rows are printed,
+and written to --json, as they come. Ends with code 1 where a bar is not met.
 """
 
 import csv
+import gc
 import io
 import logging
 import multiprocessing
@@ -78,10 +79,11 @@ class Sizes:
     anchors: tuple = (32, 312)  # images, classes: CUB
     queue: int = 8192
     state: tuple = (20000, 20)  # images, classes: long enough for peak_memory to see
+    many: int = 10000  # images of 8 pixels: what an epoch keeps of each shows in its memory, a table of pairs fills it
 
 
 QUICK = dict(repeats=2, small=40, resnet=("resnet18", 64, 10, 4), pair=("resnet18", 64, 5, 4), pair_repeats=1)
-QUICK |= dict(clip="RN50", scores=((500, 8),), jpegs=8, anchors=(4, 312), queue=256, state=(10000, 20))
+QUICK |= dict(clip="RN50", scores=((500, 8),), jpegs=8, anchors=(4, 312), queue=256, state=(10000, 20), many=1000)
 CUDA = dict(small=4000, resnet=("resnet50", 448, 640, 16), pair=("resnet50", 448, 320, 8), pair_repeats=5)
 
 CLASSES = 20
@@ -209,14 +211,14 @@ class Bench:
         self.folder, self.sizes, self.device = folder, sizes, device
         self.dataset, self.small_clip = cache(self.dataset), cache(self.small_clip)
 
-    def dataset(self, name, n, side):
+    def dataset(self, name, n, side, files=(500, 375)):
         """A folder with a train file of n images, and their cache; its name chooses the scripts' presets"""
         folder, rs = self.folder / f"{n}-{side}" / name, np.random.RandomState(0)
         y = rs.rand(n, CLASSES) < 0.1
         y[np.arange(n), rs.randint(0, CLASSES, n)] = True
         (folder / "images").mkdir(parents=True)
         for i in range(16):
-            voc_sized_image(rs).save(folder / "images" / f"{i}.jpg", quality=90)
+            voc_sized_image(rs).resize(files).save(folder / "images" / f"{i}.jpg", quality=90)
         np.save(folder / "formatted_train_images.npy", np.array([f"{i % 16}.jpg" for i in range(n)]))
         np.save(folder / "formatted_train_labels.npy", y.astype(np.int64))
         classes = [f"object {c}" for c in range(CLASSES)]
@@ -243,9 +245,9 @@ class Bench:
         """Flags for a run at the size of VOC"""
         return (*self.flags("voc", n, side), "--backbone", backbone, "--weights", "none", "--batch_size", batch)
 
-    def flags(self, name, n, side):
+    def flags(self, name, n, side, **more):
         place = ("--data_root", self.folder, "--out", self.folder / "runs", "--device", self.device)
-        return ("--dataset", self.dataset(name, n, side), "--image_size", side, *place)
+        return ("--dataset", self.dataset(name, n, side, **more), "--image_size", side, *place)
 
 
 def voc_sized_image(rs):
@@ -338,10 +340,12 @@ def vlpl_over_release(bench):
     n_all, held_out = sum(VOC.values()), VOC["val"] + VOC["test"]
     flags = (*bench.large(*s.pair), *bench.small_clip(), "--epochs", 2)
     scores, labels = np.random.rand(held_out, CLASSES), np.random.rand(held_out, CLASSES) < 0.1
+    dtypes = {}
 
     def ours():
         done = run_script("vlpl.py", *flags)  # its CLIP is a small one, which is all the same to the loop
         train, run = done.data.train, done.run
+        dtypes["ours"] = run.dtype or torch.float32
         run.args.data_root = tempfile.mkdtemp(dir=bench.folder)  # where nothing is embedded yet
         with redirect_stdout(io.StringIO()):
             embed = seconds(run.embed_images, clip, train, "train") / len(train)
@@ -354,7 +358,10 @@ def vlpl_over_release(bench):
         net = common.Classifier(args, CLASSES).to(bench.device)
         jpegs = Jpegs(bench.dataset("voc", n, side), side)
         epoch = lambda step: seconds(release_epoch, net, clip, jpegs, args, step) / len(jpegs)
-        train, evaluate = epoch(torch.optim.Adam(net.parameters(), lr=args.lr)), epoch(None)
+        optimizer = torch.optim.Adam(net.parameters(), lr=args.lr)
+        epoch(optimizer)  # the first one is left out, as ours is
+        train, evaluate = epoch(optimizer), epoch(None)
+        dtypes["other"] = next(net.parameters()).dtype
         return {"embed": 0, "train": train, "evaluate": evaluate, "mAP": seconds(sklearn_precision, scores, labels)}
 
     def whole(cost):
@@ -362,11 +369,11 @@ def vlpl_over_release(bench):
         return n_all * cost["embed"] + VOC_EPOCHS * epoch
 
     costs = interleave(s.pair_repeats, ours=ours, other=release)
-    note = "in seconds, with the test set evaluated in every epoch, which ours does in better ones only"
+    note = f"in seconds, CLIP in {half}, with the test set evaluated in every epoch (ours does in better ones only)"
     for name, repeats in costs.items():
         embed, train, evaluate, mAP = (f"{median(repeat[part] for repeat in repeats):.3g}" for part in repeats[0])
         note += f"\n   {name} = {n_all} x {embed} to embed + {VOC_EPOCHS} x ({VOC['train']} x {train} to train"
-        note += f" + {held_out} x {evaluate} to evaluate + {mAP} for mAP)"
+        note += f" + {held_out} x {evaluate} to evaluate + {mAP} for mAP), its network in {dtypes[name]}"
     what = f"vlpl.py on VOC, {VOC_EPOCHS} epochs, against the release's way ({s.clip}, {backbone} at {side})"
     totals = [[whole(cost) for cost in costs[name]] for name in ("ours", "other")]
     row = compare(3, what, *totals, "s", faster=True, at_least=4, note=note)
@@ -512,8 +519,11 @@ def scaling(bench):
     epoch = lambda words: lambda: middle(run_script("an.py", *words), "seconds")
     times = interleave(repeats, **{str(scale): epoch(words) for scale, words in zip(scales, flags)})
     yield growth(7, "exponent of an epoch's time, an.py, 1x to 4x images", scales, list(times.values()), "s")
-    peaks = [[in_new_process(peak_memory, bench.device, run_script, "an.py", *words)[1]] for words in flags]
-    yield growth(7, "exponent of its memory", scales, peaks, "MB")
+    counts = [scale * bench.sizes.many for scale in scales]
+    flags = [(*bench.flags("scenes", count, 8, files=(8, 8)), "--batch_size", 32, "--epochs", 1) for count in counts]
+    peaks = [[added_memory(bench, run_script, "an.py", *words)] for words in flags]
+    what = f"exponent of what an epoch adds to memory, an.py, {counts[0]} to {counts[-1]} images of 8 px"
+    yield growth(7, what, counts, peaks, "MB")
 
     n, classes = bench.sizes.state
     counts = (classes, 4 * classes, 16 * classes)
@@ -533,14 +543,15 @@ def label_state(n, classes, device):
 
 
 def processes(bench):
-    """Two gloo processes against one, the same global batch, as many threads in all"""
-    threads = torch.get_num_threads()
+    """Two gloo processes against one, the same global batch"""
+    threads, each = torch.get_num_threads(), max(1, torch.get_num_threads() // 2)
     flags = (*bench.flags("scenes", min(250, bench.sizes.small), 64), "--epochs", 4, "--device", "cpu")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     one = partial(process_rate, (), threads, flags)
-    two = partial(process_rate, torchrun, max(1, threads // 2), flags)
+    two = partial(process_rate, torchrun, each, flags)
     rates = interleave(bench.sizes.repeats, one=one, two=two)
-    yield compare(8, "an.py in two gloo processes over one, as many threads", rates["two"], rates["one"], "img/s")
+    what = f"an.py in two gloo processes (threads: {each} + {each}) over one (threads: {threads})"
+    yield compare(8, what, rates["two"], rates["one"], "img/s")
 
 
 def process_rate(launcher, threads, flags):
@@ -557,37 +568,39 @@ def process_rate(launcher, threads, flags):
 def on_cuda(bench):
     """Precision, compilation and device memory"""
     ways = {"bf16": ("--amp", "bf16"), "fp32": ("--amp", "off"), "compiled": ("--amp", "bf16", "--compile")}
-    memory = {}
+    memory = {name: [] for name in ways}
 
     def rate(name):
+        torch.compiler.reset()  # what was compiled for the models of the runs before, which would count
+        gc.collect()
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         done = run_script("an.py", *bench.large(*bench.sizes.resnet), "--epochs", 3, *ways[name])
-        memory[name] = torch.cuda.max_memory_allocated() / 1e6
+        memory[name].append(torch.cuda.max_memory_allocated() / 1e6)
         return middle(done, "images_per_s")
 
     rates = interleave(bench.sizes.repeats, **{name: partial(rate, name) for name in ways})
     for a, b in (("bf16", "fp32"), ("compiled", "bf16")):
         yield compare(9, f"an.py, {a} over {b}", rates[a], rates[b], "img/s")
-        yield Row(9, f"its device memory, {a} over {b}", memory[a], memory[b], "MB", memory[a] / memory[b])
+        yield compare(9, f"its device memory, {a} over {b}", memory[a], memory[b], "MB")
 
 
 ITEMS = dict(enumerate((the_loop, vlpl_over_an, vlpl_over_release, precision, reading, methods, scaling, processes), 1))
 
 # ---- 5. The table
 
+HEADER = "| | what | ours | other | | ratio | quartiles | bar | |\n|---|---|---|---|---|---|---|---|---|"
 
-def table(rows):
-    """Rows as Markdown, notes below"""
+
+def line(row):
+    """A row as Markdown"""
     number = lambda value: f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    lines = ["| | what | ours | other | | ratio | quartiles | bar | |", "|---|---|---|---|---|---|---|---|---|"]
-    for row in rows:
-        bar = "" if row.at_least is None else f">= {row.at_least:g}"
-        bar = bar if row.at_most is None else f"<= {row.at_most:g}"
-        ratio, spread = number(row.ratio) + "x" * row.faster, " to ".join(map(number, row.quartiles))
-        met = {True: "met", False: "NOT MET", None: ""}[row.met]
-        cells = row.item, row.what, number(row.ours), number(row.other), row.unit, ratio, spread, bar, met
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines + [f"\n{row.item}. {row.note}" for row in rows if row.note])
+    bar = "" if row.at_least is None else f">= {row.at_least:g}"
+    bar = bar if row.at_most is None else f"<= {row.at_most:g}"
+    ratio, spread = number(row.ratio) + "x" * row.faster, " to ".join(map(number, row.quartiles))
+    met = {True: "met", False: "NOT MET", None: ""}[row.met]
+    cells = row.item, row.what, number(row.ours), number(row.other), row.unit, ratio, spread, bar, met
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def describe_machine(device):
@@ -610,23 +623,28 @@ if __name__ == "__main__":
     if device == "cuda" and not torch.cuda.is_available():
         common.die("--device cuda: torch sees no CUDA device here")
     items = {str(n): measure for n, measure in ({**ITEMS, 9: on_cuda} if device == "cuda" else ITEMS).items()}
-    chosen = args.only.split(",") if args.only else list(items)
+    chosen = dict.fromkeys(args.only.split(",") if args.only else items)
     if not set(chosen) <= set(items):
         common.die(f"--only {args.only}: there are {', '.join(items)}")
     sizes = Sizes(**(QUICK if args.quick else CUDA if device == "cuda" else {}))
     machine, rows = describe_machine(device), []
+
+    def save():
+        if args.json:
+            content = {"machine": machine, "quick": args.quick, "sizes": asdict(sizes)}
+            common.write_json(Path(args.json), {**content, "rows": [{**asdict(row), "met": row.met} for row in rows]})
+
+    save()  # a file that can't be written is to be met here, not after the first item
+    print(", ".join(f"{name} {value}" for name, value in machine.items()) + f"\n\n{HEADER}", flush=True)
     with tempfile.TemporaryDirectory(prefix="spml-bench-") as folder:
         bench = Bench(Path(folder), sizes, device)
         for n in chosen:
-            print(f"{n}. {items[n].__doc__} ...", end=" ", file=sys.stderr, flush=True)
-            started = time.perf_counter()
-            rows += items[n](bench)
-            print(f"{time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-    print(", ".join(f"{name} {value}" for name, value in machine.items()) + "\n")
-    print(table(rows))
+            print(f"{n}. {items[n].__doc__} ...", file=sys.stderr, flush=True)
+            for row in items[n](bench):
+                rows.append(row)
+                print(line(row), flush=True)
+                save()
+    print("".join(f"\n{row.item}. {row.note}\n" for row in rows if row.note), end="")
     if args.quick:
         print("\n--quick: these numbers mean nothing")
-    if args.json:
-        content = {"machine": machine, "quick": args.quick, "sizes": asdict(sizes)}
-        common.write_json(Path(args.json), {**content, "rows": [{**asdict(row), "met": row.met} for row in rows]})
     sys.exit(not args.quick and any(row.met is False for row in rows))

@@ -26,6 +26,13 @@ def test_growth_is_that_of_the_medians():
     assert row.quartiles == pytest.approx((bench.exponent((1, 4), (9, 0.1)) / 2 + 0.5, 1))
 
 
+def test_a_table_of_pairs_shows_beside_what_any_run_adds():
+    counts = [scale * bench.Sizes.many for scale in (1, 2, 4)]
+    met = lambda kept: bench.growth(7, "memory", counts, [[28 + kept(n) / 1e6] for n in counts], "MB").met
+    assert met(lambda n: 4 * 3 * 64 * 64 * n)  # all pixels
+    assert not met(lambda n: n * n / 8)  # bits, even
+
+
 def test_repeats_take_turns():
     order = []
     found = bench.interleave(3, a=lambda: order.append("a") or len(order), b=lambda: order.append("b") or len(order))
@@ -43,14 +50,9 @@ def test_compare_takes_medians():
 
 
 def test_a_missed_bar_shows():
-    rows = [
-        bench.Row(1, "loop", 90, 100, "img/s", 0.9, at_least=0.95, note="why"),
-        bench.Row(8, "free", 1, 2, "s", 0.5),
-    ]
-    lines = bench.table(rows).splitlines()
-    assert lines[2] == "| 1 | loop | 90 | 100 | img/s | 0.9 |  | >= 0.95 | NOT MET |"
-    assert lines[3] == "| 8 | free | 1 | 2 | s | 0.5 |  |  |  |"
-    assert lines[-1] == "1. why"
+    missed, free = bench.Row(1, "loop", 90, 100, "img/s", 0.9, at_least=0.95), bench.Row(8, "free", 1, 2, "s", 0.5)
+    assert bench.line(missed) == "| 1 | loop | 90 | 100 | img/s | 0.9 |  | >= 0.95 | NOT MET |"
+    assert bench.line(free) == "| 8 | free | 1 | 2 | s | 0.5 |  |  |  |"
 
 
 def test_peak_memory_sees_what_was_freed():
@@ -64,8 +66,9 @@ def test_peak_memory_sees_what_was_freed():
 
 
 def test_quick(tmp_path):
-    printed, found = quick("--only", "4", cwd=tmp_path)
+    printed, found = quick("--only", "4,4", cwd=tmp_path)
     assert "| 4 | mAP against scikit-learn, 500 x 8 |" in printed
+    assert printed.count(bench.HEADER) == 1
     assert "mean nothing" in printed
     assert found["machine"]["cores"] >= 1
     assert [row["item"] for row in found["rows"]] == [4, 4, 4]
@@ -76,6 +79,12 @@ def test_quick(tmp_path):
 def test_unknown_item(tmp_path):
     out = finish(start(ROOT / "tests" / "bench.py", "--only", "4,77", cwd=tmp_path), code=1)
     assert "error: --only 4,77: there are 1, 2, 3, 4, 5, 6, 7, 8" in out
+
+
+def test_unwritable_json_is_met_first(tmp_path):
+    out = finish(start(ROOT / "tests" / "bench.py", "--json", "nowhere/x.json", cwd=tmp_path), code=1)
+    assert "error: nowhere/x.json can't be written" in out
+    assert bench.HEADER not in out
 
 
 @pytest.mark.slow
