@@ -15,6 +15,7 @@ import csv
 import importlib
 import io
 import json
+import os
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -82,13 +83,21 @@ def probabilities(model, pixels, device):
     return model(pixels.to(device).permute(0, 3, 1, 2).float() / 255).sigmoid().cpu()
 
 
+def tuned_thresholds(run, classes):
+    """Those of the best F1 on validation, (C,)"""
+    result = common.read_json(Path(run) / "result.json", f"{run} is unfinished, so it has no tuned thresholds yet")
+    if "thresholds" not in result:
+        common.die(f"{run} has no tuned thresholds: it had no validation images, or is older than they are")
+    missing = [name for name in classes if name not in result["thresholds"]]
+    if missing:
+        common.die(f"{run}/result.json has no threshold for {', '.join(missing)}")
+    return torch.tensor([result["thresholds"][name] for name in classes])
+
+
 def find_thresholds(given, run, classes):
     """--threshold -> (C,)"""
     if given == "auto":
-        result = common.read_json(Path(run) / "result.json", f"{run} is unfinished, so it has no tuned thresholds yet")
-        if "thresholds" not in result:
-            common.die(f"{run} has no tuned thresholds: it had no validation images, or is older than they are")
-        return torch.tensor([result["thresholds"][name] for name in classes])
+        return tuned_thresholds(run, classes)
     try:
         thresholds = torch.full((len(classes),), float(given))
     except ValueError:
@@ -103,34 +112,64 @@ def find_thresholds(given, run, classes):
 
 def find_files(given):
     """Folders -> all that is in them, at any depth, but hidden files; each once"""
-    hidden = lambda file, folder: any(part.startswith(".") for part in file.relative_to(folder).parts)
-    inside = lambda path: sorted(file for file in path.rglob("*") if file.is_file() and not hidden(file, path))
     return list(dict.fromkeys(file for path in map(Path, given) for file in (inside(path) or [path])))
+
+
+def inside(path):
+    """Files of a folder, through links too, but through each folder once: links may go round in a circle"""
+    files, seen = [], {os.path.realpath(path)}
+    for folder, folders, names in os.walk(path, followlinks=True):
+        real = {os.path.realpath(os.path.join(folder, name)): name for name in folders if name[0] != "."}
+        folders[:] = [name for path, name in real.items() if path not in seen]
+        seen |= real.keys()
+        files += [Path(folder, name) for name in names if name[0] != "."]
+    return sorted(file for file in files if file.is_file())
 
 
 def read_pixels(path, size):
     """-> uint8 (size, size, 3), or the sentence why there is none"""
     try:
         return torch.tensor(common.decode(path, size, upright=True))
+    except IsADirectoryError:
+        return f"there are no files in {path}"
     except Exception as problem:  # PIL's readers of rare formats raise all sorts
         return f"{path} can't be read: {problem or type(problem).__name__}"
 
 
+def in_order(p, thresholds):
+    """Classes that reach their threshold, then the others, the highest first"""
+    return np.lexsort((-p, p < thresholds)).tolist()
+
+
 def labels(p, thresholds, classes, top):
-    """The classes that reach their threshold, the highest first, in words"""
-    found = [c for c in p.argsort(descending=True).tolist() if p[c] >= thresholds[c]]
-    return ", ".join(f"{classes[c]} {p[c]:.2f}" for c in found[:top]) or "-"
+    """The classes that reach their threshold, in words"""
+    found = [c for c in in_order(p, thresholds)[:top] if p[c] >= thresholds[c]]
+    return ", ".join(f"{classes[c]} {p[c]:.2f}" for c in found) or "-"
+
+
+def printable(path):
+    """A file's name need not be UTF-8"""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
+def say(line):
+    """Prints; where nobody reads on (| head) only the files are still wanted"""
+    try:
+        tqdm.write(line)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def write_csv(path, files, p, classes):
     with common.replacing(path) as temporary, open(temporary, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["image", *classes])
-        writer.writerows([name, *row] for name, row in zip(files, p.tolist()))
+        writer.writerows([printable(name), *row] for name, row in zip(files, p.tolist()))
 
 
 def draw(path, files, p, thresholds, classes, top):
-    """Every image beside its highest probabilities, those that count as labels in colour"""
+    """Every image beside its labels, in colour, and the highest of the other probabilities"""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -145,8 +184,8 @@ def draw(path, files, p, thresholds, classes, top):
         image = common.read_image(file, upright=True)
         image.thumbnail((300, 300))
         picture.imshow(image)
-        picture.set_title(file.name, fontsize=8, parse_math=False)
-        for place, c in enumerate(row.argsort(descending=True)[:top].tolist()):
+        picture.set_title(printable(file.name), fontsize=8, parse_math=False)
+        for place, c in enumerate(in_order(row, thresholds)[:top]):
             bars.barh(place, row[c].item(), color="lightskyblue" if row[c] >= thresholds[c] else "lightgrey")
             bars.text(0, place, f" {classes[c]} {row[c]:.2f}", va="center", fontsize=8, parse_math=False)
         bars.set(xlim=(0, 1), ylim=(top - 0.4, -0.6))
@@ -203,8 +242,8 @@ def export(path, model, size, about, files):
     with common.replacing(path) as temporary:
         temporary.write_bytes(content.getvalue())
     what = f"{len(files)} images" if files else "made-up pixels"
-    print(f"{path}: on {what} its probabilities differ by {apart:.1e} from the original's ({SAME:.0e} is allowed)")
-    print(f"torch's squashing instead of PIL's changes them by up to {by_pil:.1e} ({CLOSE:g} is allowed)")
+    say(f"{path}: on {what} its probabilities differ by {apart:.1e} from the original's ({SAME:.0e} is allowed)")
+    say(f"torch's squashing instead of PIL's changes them by up to {by_pil:.1e} ({CLOSE:g} is allowed)")
 
 
 # ---- 5. Go
@@ -232,19 +271,23 @@ if __name__ == "__main__":
             if images:
                 p.append(probabilities(model, torch.stack(list(images.values())), device))
                 for path, row in zip(images, p[-1]):
-                    bar.write(f"{path}: {labels(row, thresholds, classes, args.top)}")
+                    say(f"{printable(path)}: {labels(row, thresholds, classes, args.top)}")
             files += images
             bar.update(len(batch))
 
     print("\n".join(problems), end="\n" if problems else "", file=sys.stderr)
     if paths and not files:
-        common.die(f"none of the {len(paths)} files is a readable image")
+        common.die("there is not one readable image")
     if files and args.csv:
         write_csv(Path(args.csv), files, torch.cat(p), classes)
     if files and args.figure:
         draw(Path(args.figure), files[:ON_A_FIGURE], torch.cat(p), thresholds, classes, args.top)
-        print(f"{args.figure}: {len(files[:ON_A_FIGURE])} of {len(files)} images")
+        say(f"{args.figure}: {len(files[:ON_A_FIGURE])} of {len(files)} images")
     if args.export:
+        try:
+            thresholds = tuned_thresholds(args.run, classes)
+        except SystemExit:  # the run has none
+            thresholds = torch.full((len(classes),), 0.5)
         about = {"classes": classes, "thresholds": dict(zip(classes, thresholds.tolist())), "run": args.run}
         about |= {"input": "uint8 RGB (B, 3, H, W)", "output": "probabilities (B, C)"}
         export(Path(args.export), model, settings.image_size, about, files[:CHECKED])

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SMALL, only_run
+from conftest import ROOT, SMALL, finish, only_run, start
 from PIL import Image
 
 import an
@@ -76,10 +77,31 @@ def test_any_image_is_read_and_the_rest_is_listed(trained, script, folder, capsy
     assert unreadable == [str(cut), str(folder / "notes.txt"), "nowhere.jpg"]
 
 
-def test_nothing_readable_is_an_error(trained, script, workplace):
+def test_nothing_readable_is_an_error(trained, script, workplace, capsys):
     (workplace / "empty").mkdir()
-    with pytest.raises(SystemExit, match="none of the 1 files is a readable image"):
+    with pytest.raises(SystemExit, match="error: there is not one readable image"):
         script("predict.py", trained, "empty")
+    assert capsys.readouterr().err == "there are no files in empty\n"
+
+
+def test_names_that_are_not_utf8(trained, folder, workplace):
+    (folder / "a.png").rename(folder / os.fsdecode(b"\xff.png"))
+    command = (ROOT / "predict.py", trained, folder, "--csv", "out.csv", "--figure", "out.png")
+    out = finish(start(*command, cwd=workplace))
+    assert f"{folder}/\\xff.png: " in out
+    assert f"{folder}/\\xff.png," in Path("out.csv").read_text()
+    assert Path("out.png").exists()
+
+
+def test_a_reader_that_leaves_takes_no_file_along(trained, folder, workplace):
+    """predict.py ... --csv out.csv | head -0"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, ROOT / "predict.py", trained, folder, "--csv", "out.csv", "--figure", "out.png"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(Path("out.csv").read_text().splitlines()) == 8
 
 
 def test_thresholds_and_top(trained, script, folder, capsys):
@@ -117,12 +139,15 @@ def test_small_mistakes_give_one_sentence(trained, script, workplace, folder):
     result = json.loads((trained / "result.json").read_text())
     del result["thresholds"]
     (workplace / "old/result.json").write_text(json.dumps(result))
+    shutil.copytree(trained, workplace / "partly")
+    (workplace / "partly/result.json").write_text(json.dumps(result | {"thresholds": {"red": 0.5, "blue": 0.5}}))
     shutil.copytree(trained, workplace / "foreign")
     config = json.loads((trained / "config.json").read_text())
     (workplace / "foreign/config.json").write_text(json.dumps({**config, "method": "other"}))
     shutil.copytree(trained, workplace / "young", ignore=shutil.ignore_patterns("best.pt", "result.json"))
     for arguments, expected in (
         (("old", folder, "--threshold", "auto"), "old has no tuned thresholds"),
+        (("partly", folder, "--threshold", "auto"), "partly/result.json has no threshold for green, white"),
         ((trained, folder, "--threshold", "high"), "--threshold high"),
         ((trained, folder, "--threshold", 1.5), "--threshold 1.5"),
         ((trained, folder, "--top", 0), "--top 0"),
@@ -142,6 +167,23 @@ def test_the_figure_shows_every_image(trained, script, folder):
     with Image.open("out.png") as figure:
         assert figure.width == round(4.4 * 4 * 110)  # four in a row
         assert figure.height == round(2.2 * 2 * 110)  # of seven
+
+
+def test_the_figure_shows_the_labels_first(folder, monkeypatch):
+    import matplotlib.pyplot as plt
+
+    monkeypatch.setattr(plt, "close", lambda _: None)  # to be looked at
+    p, thresholds = torch.tensor([[0.9, 0.2, 0.6, 0.3]]), torch.tensor([0.95, 0.1, 0.5, 0.5])
+    classes = ["red", "green", "blue", "white"]
+    predict.draw(Path("out.png"), [folder / "a.png"], p, thresholds, classes, top=3)
+    _, bars = plt.gcf().axes
+    monkeypatch.undo()
+    plt.close("all")
+    assert [text.get_text().strip() for text in bars.texts] == ["blue 0.60", "green 0.20", "red 0.90"]
+    assert [bar.get_width() for bar in bars.patches] == pytest.approx([0.6, 0.2, 0.9])
+    blue, green, red = (bar.get_facecolor() for bar in bars.patches)
+    assert blue == green != red
+    assert predict.labels(p[0], thresholds, classes, top=3) == "blue 0.60, green 0.20"
 
 
 # Elsewhere: another process, another folder, nothing of this project to import
@@ -173,6 +215,17 @@ def test_an_exported_model_works_elsewhere(trained, script, folder, capsys):
     with torch.no_grad():
         for x, p in zip(pixels, torch.load("probabilities.pt")):
             torch.testing.assert_close(p, original(x), rtol=0, atol=1e-5)
+
+
+def test_tuned_thresholds_are_exported_where_there_are_some(trained, script, workplace):
+    shutil.copytree(trained, workplace / "old")
+    result = json.loads((trained / "result.json").read_text())
+    (workplace / "old/result.json").unlink()
+    for run, expected in ((trained, result["thresholds"]), ("old", dict.fromkeys(result["thresholds"], 0.5))):
+        run_predict(script, run, "--export", "model.pt2")
+        about = {"labels.json": ""}
+        torch.export.load("model.pt2", extra_files=about)
+        assert json.loads(about["labels.json"])["thresholds"] == pytest.approx(expected)
 
 
 def test_an_export_that_differs_is_not_written(trained, script, workplace, monkeypatch):
@@ -290,3 +343,14 @@ def test_hidden_files_are_left_alone_and_none_is_taken_twice(workplace):
     for name in ("a.png", ".DS_Store", ".hidden/b.png"):
         (workplace / "photos" / name).write_text("")
     assert [path.name for path in predict.find_files(["photos", "photos/a.png"])] == ["a.png"]
+
+
+def test_links_are_followed_but_not_in_circles(workplace):
+    for name in ("photos/deep", "elsewhere"):
+        (workplace / name).mkdir(parents=True)
+    for name in ("photos/deep/a.png", "elsewhere/b.png"):
+        (workplace / name).write_text("")
+    for link, target in (("link", "elsewhere"), ("twice", "elsewhere"), ("deep/circle", "photos"), ("self", "photos")):
+        (workplace / "photos" / link).symlink_to(workplace / target)
+    (workplace / "elsewhere/back").symlink_to(workplace / "photos")
+    assert sorted(path.name for path in predict.find_files(["photos"])) == ["a.png", "b.png"]
