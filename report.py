@@ -17,6 +17,7 @@ import shlex
 import sys
 from dataclasses import dataclass, fields, replace
 from html import escape
+from itertools import zip_longest
 from pathlib import Path
 from string import Template
 
@@ -80,7 +81,7 @@ UNLIKE = "; ~: these runs have another backbone, size, start, length, lr or CLIP
 SHARED = ("epochs", "batch_size", "lr", "patience", "image_size", "backbone", "weights")  # in every script
 CLIP = ("clip_model", "clip_pretrained")
 SETTING = ("linear", "known_ratio", "init_from")  # with another of these it is another experiment, not another method
-NOT_COMPARED = {*common.RESUME_MAY_CHANGE, "compile", "seed", *SETTING}
+NOT_COMPARED = {*common.RESUME_MAY_CHANGE, "compile", "seed", "max_steps", *SETTING}  # max_steps: always warned of
 RIGHT = {  # which columns of metrics.csv say how many percent of the pseudo-labels are right
     "pseudo-positives that are right, %": ("pseudo_precision", "pseudo_positives_correct", "precision_above"),
     "pseudo-negatives that are right, %": ("pseudo_correct", "pseudo_negatives_correct", "precision_below"),
@@ -181,7 +182,7 @@ def read_run(path):
     mAP = np.nan if result["test_mAP"] is None else result["test_mAP"]
     AP = {name: 100 * value for name, value in result["test_AP"].items()}
     around = {"commit": config["commit"].removesuffix("-dirty")[:7], "torch": config["versions"]["torch"]}
-    around |= {"device": config["device"], "processes": config["processes"], "classes": ", ".join(AP)}
+    around |= {"device": config["device"], "processes": config["processes"]}
     around |= {"validation": "none" if result["val_mAP"] is None else "yes"}
     return Run(path, method, settings, preset, mAP, AP, result["seconds"], epochs, config["commit"], around)
 
@@ -228,14 +229,16 @@ class Row:
 
 
 def group(runs):
-    """{setting: [Row]}, AN first, then by mAP. Runs of a method that differ in what all scripts have are rows apart"""
+    """{setting: [Row]}, AN first, then by mAP. Runs of a method that differ in what all scripts have are rows apart;
+    those of the preset keep the method's name"""
     alike, found, methods = {}, {}, [AN]
     for run in runs:
         alike.setdefault((run.setting, run.method()), []).append(run)
     for (setting, method), those in alike.items():
         apart = [name for name in SHARED if len({getattr(run.settings, name) for run in those}) > 1]
         for run in those:
-            words = [word for name in apart for word in as_flag(name, getattr(run.settings, name))]
+            said = [name for name in apart if getattr(run.settings, name) != getattr(run.preset, name)]
+            words = [word for name in said for word in as_flag(name, getattr(run.settings, name))]
             name = shlex.join([*shlex.split(method), *words])
             found.setdefault(setting, {}).setdefault(name, []).append(run)
             methods += [name] if name not in methods else []
@@ -265,6 +268,15 @@ def check(dataset, rows, warn):
                 f"{value if value != '' else 'nothing'} ({', '.join(who)})" for value, who in methods.items()
             )
             warn(f"{dataset}: the runs differ in {name}: {said}")
+    first = runs[0]
+    other = next((run for run in runs if list(run.AP) != list(first.AP)), None)
+    if other:
+        a, b = next((a, b) for a, b in zip_longest(first.AP, other.AP, fillvalue="none") if a != b)
+        counts = f"{len(first.AP)} in {first.path}, {len(other.AP)} in {other.path}"
+        warn(f"{dataset}: the runs differ in classes: {counts}; the first that differ are {a} and {b}")
+    short = [str(run.path) for run in runs if run.settings.max_steps]
+    if short:
+        warn(f"{dataset}: {len(short)} runs were cut short by --max_steps: {', '.join(short)}")
     for row in rows:
         seeds = [run.settings.seed for run in row.runs]
         for seed in sorted({seed for seed in seeds if seeds.count(seed) > 1}):
@@ -360,8 +372,11 @@ def print_tables(datasets, args):
     parts = [show(overview(datasets))] if len(datasets) > 1 else []
     for name, rows in datasets.items():
         parts += [say(name), show(details(rows)), say(footnote(rows))]
-        if differences(rows):
+        number_of_classes = len(differences(rows))
+        if number_of_classes:
             parts.append(show(difference_table(rows, args.classes)))
+        if 0 < args.classes < number_of_classes:
+            parts.append(say(f"{args.classes} of {number_of_classes} classes; --classes 0 shows all"))
     print("\n\n".join(filter(None, parts)))
 
 
@@ -433,7 +448,7 @@ def difference_bars(rows):
     """A line per class: each method's AP minus AN's, to the left and right of zero"""
     found = differences(rows)
     if not found:
-        return f'<p class="note">Where {AN} was run too, differences from it are shown here.</p>'
+        return f'<p class="note">Where the table has a row {AN} and others, differences from it are shown here.</p>'
     most = max(np.nan_to_num(np.abs([ds for *_, ds in found])).max(), 1e-9)
     lines = [f'<div class="class scale"><span></span><div><b>-{most:.1f}</b><b>0</b><b>+{most:.1f}</b></div></div>']
     for name, _, ds in found:
@@ -451,8 +466,9 @@ def gallery(rows, args):
     for run in tqdm(chosen, desc="test images", leave=False, disable=not sys.stderr.isatty()):
         model, settings, classes = predict.load_model(run.path, device)
         settings = replace(settings, data_root=args.data_root or settings.data_root)
-        if settings.dataset == "scenes" and not (Path(settings.data_root) / "scenes").is_dir():
-            common.die(f"there is no {settings.data_root}/scenes here")  # a report makes no data set
+        folder = Path(settings.data_root, settings.dataset)
+        if os.sep not in settings.dataset and not folder.is_dir():  # before load() makes scenes: a report makes nothing
+            common.die(f"there is no {folder} here, say where it is with --data_root")
         data = common.load(settings)
         first = first or data
         if not data.test:
@@ -565,6 +581,11 @@ if __name__ == "__main__":
     args = tyro.cli(Args, use_underscores=True)
     if args.markdown + args.latex + args.csv > 1:
         common.die("--markdown, --latex and --csv exclude each other")
+    if args.classes < 0:
+        common.die(f"--classes {args.classes}: at least one, or 0 for all")
+    if not 0 <= args.seed < 2**32:
+        common.die(f"--seed {args.seed}: at least 0 and below 2^32")
+    common.find_device(args.device)
     if args.html and not Path(args.html).absolute().parent.is_dir():
         common.die(f"--html {args.html}: there is no such folder")
     warnings = []

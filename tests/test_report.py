@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, SMALL, finish, only_run, start
 
+import an
 import common
 import predict
 import report
@@ -112,7 +113,12 @@ def test_the_printed_table(compare, runs):
     for name, AP in read(runs[3])["test_AP"].items():
         base = np.mean([read(run)["test_AP"][name] for run in runs[:3]])
         assert re.search(rf"^{name} +{100 * base:.2f} +{re.escape(f'{100 * (AP - base):+.2f}')}$", out, re.M)
-    assert len(re.findall("^(red|green|blue|white) ", compare(*runs, "--classes", 2)[0], re.M)) == 2
+    cut, line = compare(*runs, "--classes", 2)[0], "2 of 4 classes; --classes 0 shows all"
+    assert len(re.findall("^(red|green|blue|white) ", cut, re.M)) == 2
+    assert line in cut
+    assert report.tex(line) in compare(*runs, "--classes", 2, "--latex")[0]
+    for classes in (0, 4, 5):
+        assert "shows all" not in compare(*runs, "--classes", classes)[0]
     assert " - AN" not in compare(runs[3])[0]
 
 
@@ -179,6 +185,23 @@ def test_runs_of_other_settings_are_rows_apart(compare, workplace, trained):
     assert any("differ in lr" in warning for warning in warnings)
 
 
+def test_the_preset_stays_the_baseline(compare, workplace, trained, pseudo):
+    preset = common.preset_settings(an.Args, an.PRESETS, "squares", False)
+    copy(trained, workplace / "a", {"lr": preset.lr}, {"test_mAP": 50.0})
+    copy(trained, workplace / "b", {"lr": 0.25, "seed": 1}, {"test_mAP": 70.0})
+    copy(pseudo, workplace / "c")
+    out, _ = compare("a", "b", "c", "--html", "page.html")
+    assert re.search(r"^an.py +1 +50.00", out, re.M)
+    assert re.search(r"^an.py --lr 0.25 +1 +70.00", out, re.M)
+    assert "an.py --lr 0.25 - AN" in out
+    assert "em_apl.py --warmup 2 - AN" in out
+    sentence = "Where the table has a row an.py and others, differences from it are shown here."
+    assert sentence not in Path("page.html").read_text()
+    for runs in (["a"], ["c"]):
+        compare(*runs, "--html", "page.html")
+        assert sentence in Path("page.html").read_text()
+
+
 def test_a_run_named_twice_counts_once(compare, workplace, trained):
     copy(trained, workplace / "a")
     assert compare("a", "a/", "./a")[0] == compare("a")[0]
@@ -228,6 +251,7 @@ def test_published_figures_are_the_papers():
         ({}, {"commit": "abc1234-dirty"}, "squares: 1 runs with changes that were not committed: runs/new"),
         ({"seed": 1}, {}, "squares: an.py has 2 runs of seed 1"),
         ({"dataset": "/b/squares"}, {}, "/b/squares (an.py)"),
+        ({"max_steps": 3}, {}, "squares: 1 runs were cut short by --max_steps: runs/new"),
         ({"workers": 5, "out": "x", "data_root": "y", "device": "cpu", "compile": True}, {}, None),
     ],
 )
@@ -266,6 +290,21 @@ def test_other_starts_are_warned_of(compare, workplace, trained):
     assert warning.endswith(f"differ in init_from: {workplace}/runs/voc-an (an.py), {workplace}/runs/voc-vlpl (an.py)")
 
 
+def test_other_classes_are_counted_not_listed(compare, workplace, trained):
+    AP = dict.fromkeys(map(str, range(300)), 0.5)
+    copy(trained, workplace / "a", {}, {"test_AP": AP})
+    copy(trained, workplace / "b", {"seed": 1}, {"test_AP": AP | {"more": 0.5}})
+    copy(trained, workplace / "c", {"seed": 2}, {"test_AP": {"0": 0.5, "one": 0.5}})
+    begin = "warning: squares: the runs differ in classes:"
+    assert compare("a", "b")[1] == [f"{begin} 300 in a, 301 in b; the first that differ are none and more"]
+    assert compare("a", "c")[1] == [f"{begin} 300 in a, 2 in c; the first that differ are 1 and one"]
+
+
+def test_all_runs_cut_short_are_warned_of_too(compare, workplace, trained):
+    copy(trained, workplace / "a", {"max_steps": 3})
+    assert compare("a")[1] == ["warning: squares: 1 runs were cut short by --max_steps: a"]
+
+
 def test_what_is_no_finished_run_is_left_out(compare, script, runs, workplace, trained):
     (workplace / "runs/grid").mkdir()
     copy(trained, workplace / "runs/young")
@@ -294,6 +333,9 @@ def test_what_is_no_finished_run_is_left_out(compare, script, runs, workplace, t
     for arguments, expected in (
         (["runs/young"], "nothing to compare.*unfinished"),
         ([*runs, "--csv", "--latex"], "exclude"),
+        ([*runs, "--classes", -1], "--classes -1: at least one"),
+        ([*runs, "--seed", -3, "--html", "x"], "--seed -3: at least 0"),
+        ([*runs, "--device", "foo", "--html", "x"], "--device foo"),
     ):
         with pytest.raises(SystemExit, match=f"error: .*{expected}"):
             script("report.py", *arguments)
@@ -370,6 +412,14 @@ def test_the_page_without_data_says_so(compare, badly_named, workplace):
     for name in ("<i>&_set", *BAD_NAMES[:3]):
         assert name not in before + after
         assert html.escape(name) in before
+
+
+def test_data_that_are_elsewhere(compare, workplace, trained, squares):
+    copy(trained, workplace / "a", {"dataset": "squares", "data_root": "gone"})
+    _, (warning,) = compare("a", "--html", "page.html")
+    assert "no images of squares: there is no gone/squares here, say where it is with --data_root" in warning
+    assert compare("a", "--html", "page.html", "--data_root", Path(squares).parent)[1] == []
+    assert Path("page.html").read_text().count("<img") == 12
 
 
 @pytest.mark.parametrize("values", [[12.345678] * 3, [50.0], [99.9, 99.95, 100.0], [0.0, 80.0]])
