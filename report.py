@@ -438,10 +438,10 @@ def curves(rows):
     return "".join(charts)
 
 
-def bar(row, value, width, left=0.0):
-    """A method's bar; width and left in percent"""
+def bar(row, value, width, left=0.0, text=""):
+    """A method's bar, with text at its end; width and left in percent"""
     said = f"{escape(row.method)} {value:.2f}"
-    return f'<i style="{row.style};left:{left:.1f}%;width:{width:.1f}%" title="{said}"></i>'
+    return f'<i style="{row.style};left:{left:.1f}%;width:{width:.1f}%" title="{said}">{text}</i>'
 
 
 def difference_bars(rows):
@@ -507,7 +507,8 @@ def image_card(rows, data, image, p, observed):
     lines = []
     for c in true[:8] + false[: max(2, 5 - len(true))]:
         kind = "observed" if observed[c] else "true" if y[c] else "false"
-        bars = "".join(bar(row, value, 100 * value) for row, value in zip(rows, p[:, c].tolist()))
+        numbered = lambda row, value: bar(row, value, 100 * value, text=f"<b>{value:.2f}</b>")
+        bars = "".join(numbered(row, value) for row, value in zip(rows, p[:, c].tolist()))
         said = ", ".join(f"{row.method} {value:.2f}" for row, value in zip(rows, p[:, c].tolist()))
         bars = f'<div role="img" aria-label="{escape(said)}">{bars}</div>'
         lines.append(f'<div class="p {kind}"><span>{escape(data.classes[c])}</span>{bars}</div>')

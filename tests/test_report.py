@@ -441,6 +441,10 @@ frame.onload = () => {
   const tooWide = () => page.documentElement.scrollWidth - page.documentElement.clientWidth;
   found.too_wide = tooWide();
   found.pictures = [...page.images].filter(image => image.complete && image.naturalWidth).length;
+  const numbers = shown(".card i b"), box = element => element.getBoundingClientRect();
+  found.numbers = numbers.length;
+  found.highest_number = Math.max(...numbers.map(number => box(number).height));
+  found.too_far_right = Math.max(...numbers.map(number => box(number).right - box(number.closest(".card")).right));
   const button = table.querySelectorAll("th button")[2];
   button.click();
   found.down = first();
@@ -486,6 +490,9 @@ def test_the_page_in_a_browser(compare, runs, workplace):
     assert "looked at" in console[0]
     assert found["too_wide"] == found["too_wide_chosen"] == 0
     assert found["pictures"] == 24
+    assert found["numbers"] == (workplace / "page.html").read_text().count('class="p ') * 2  # one per method
+    assert found["highest_number"] < 15  # one line
+    assert found["too_far_right"] <= 0
     mAP = {"an.py": np.mean([read(run)["test_mAP"] for run in runs[:3]])}
     mAP["em_apl.py --warmup 2"] = read(runs[3])["test_mAP"]
     assert found["down"] == sorted(mAP, key=mAP.get, reverse=True)
@@ -523,10 +530,11 @@ def test_the_gallery_shows_each_methods_own_probabilities(compare, runs, squares
     order = np.random.RandomState(0).permutation(len(data.test))
     apart = (p["an.py"] - p["em_apl.py"]).abs().mean(1)[order]
     for card, image in zip(cards, [*order[:12], *order[apart.argsort(descending=True)[:12]]], strict=True):
-        shown = re.findall(r'class="p (\w+)"><span>(\w+)</span><div role="img" aria-label="(.*?)"', card)
+        shown = re.findall(r'class="p (\w+)"><span>(\w+)</span><div role="img" aria-label="(.*?)">(.*?)</div>', card)
         true = {data.classes[c] for c in np.flatnonzero(data.test.y[image])}
-        assert {name for kind, name, _ in shown if kind != "false"} == true
-        assert [name for kind, name, _ in shown if kind == "observed"] == [data.classes[observed[image].argmax()]]
-        for _, name, said in shown:
+        assert {name for kind, name, *_ in shown if kind != "false"} == true
+        assert [name for kind, name, *_ in shown if kind == "observed"] == [data.classes[observed[image].argmax()]]
+        for _, name, said, numbers in shown:
             c = data.classes.index(name)
-            assert re.findall(r" ([\d.]+)(?:,|$)", said) == [f"{p[m][image, c]:.2f}" for m in ("an.py", "em_apl.py")]
+            expected = [f"{p[m][image, c]:.2f}" for m in ("an.py", "em_apl.py")]
+            assert re.findall(r" ([\d.]+)(?:,|$)", said) == re.findall(r"<b>(.*?)</b>", numbers) == expected
