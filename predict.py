@@ -84,20 +84,28 @@ def probabilities(model, pixels, device):
 
 
 def tuned_thresholds(run, classes):
-    """Those of the best F1 on validation, (C,)"""
-    result = common.read_json(Path(run) / "result.json", f"{run} is unfinished, so it has no tuned thresholds yet")
-    if "thresholds" not in result:
-        common.die(f"{run} has no tuned thresholds: it had no validation images, or is older than they are")
-    missing = [name for name in classes if name not in result["thresholds"]]
+    """Those of the best F1 on validation, (C,), or None where the run has none"""
+    path = Path(run) / "result.json"
+    if not path.exists():  # the run is unfinished
+        return None
+    result = common.read_json(path, f"{run} is unfinished")
+    tuned = result.get("thresholds") if isinstance(result, dict) else {}
+    if tuned is None:  # no validation images
+        return None
+    missing = [name for name in classes if name not in tuned]
     if missing:
-        common.die(f"{run}/result.json has no threshold for {', '.join(missing)}")
-    return torch.tensor([result["thresholds"][name] for name in classes])
+        common.die(f"{path} has no threshold for {', '.join(missing)}")
+    return torch.tensor([tuned[name] for name in classes])
 
 
-def find_thresholds(given, run, classes):
+def find_thresholds(given, tuned, classes):
     """--threshold -> (C,)"""
     if given == "auto":
-        return tuned_thresholds(run, classes)
+        if tuned is None:
+            common.die(
+                "--threshold auto: the run has no tuned thresholds, it is unfinished or had no validation images"
+            )
+        return tuned
     try:
         thresholds = torch.full((len(classes),), float(given))
     except ValueError:
@@ -260,7 +268,8 @@ if __name__ == "__main__":
             common.die(f"{path} can't be written: there is no such folder")
     device = common.find_device(args.device)
     model, settings, classes = load_model(args.run, device)
-    thresholds = find_thresholds(args.threshold, args.run, classes)
+    tuned = tuned_thresholds(args.run, classes) if args.export or args.threshold == "auto" else None
+    thresholds = find_thresholds(args.threshold, tuned, classes)
 
     files, p, problems, paths = [], [], [], find_files(args.images)
     with ThreadPoolExecutor() as pool, tqdm(total=len(paths), leave=False, disable=not sys.stderr.isatty()) as bar:
@@ -284,11 +293,8 @@ if __name__ == "__main__":
         draw(Path(args.figure), files[:ON_A_FIGURE], torch.cat(p), thresholds, classes, args.top)
         say(f"{args.figure}: {len(files[:ON_A_FIGURE])} of {len(files)} images")
     if args.export:
-        try:
-            thresholds = tuned_thresholds(args.run, classes)
-        except SystemExit:  # the run has none
-            thresholds = torch.full((len(classes),), 0.5)
-        about = {"classes": classes, "thresholds": dict(zip(classes, thresholds.tolist())), "run": args.run}
+        tuned = torch.full((len(classes),), 0.5) if tuned is None else tuned
+        about = {"classes": classes, "thresholds": dict(zip(classes, tuned.tolist())), "run": args.run}
         about |= {"input": "uint8 RGB (B, 3, H, W)", "output": "probabilities (B, C)"}
         export(Path(args.export), model, settings.image_size, about, files[:CHECKED])
     sys.exit(1 if problems else 0)

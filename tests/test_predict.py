@@ -141,13 +141,17 @@ def test_small_mistakes_give_one_sentence(trained, script, workplace, folder):
     (workplace / "old/result.json").write_text(json.dumps(result))
     shutil.copytree(trained, workplace / "partly")
     (workplace / "partly/result.json").write_text(json.dumps(result | {"thresholds": {"red": 0.5, "blue": 0.5}}))
+    shutil.copytree(trained, workplace / "broken")
+    (workplace / "broken/result.json").write_text('{"thresholds": {"red"')
     shutil.copytree(trained, workplace / "foreign")
     config = json.loads((trained / "config.json").read_text())
     (workplace / "foreign/config.json").write_text(json.dumps({**config, "method": "other"}))
     shutil.copytree(trained, workplace / "young", ignore=shutil.ignore_patterns("best.pt", "result.json"))
     for arguments, expected in (
-        (("old", folder, "--threshold", "auto"), "old has no tuned thresholds"),
+        (("old", folder, "--threshold", "auto"), "--threshold auto: the run has no tuned thresholds"),
         (("partly", folder, "--threshold", "auto"), "partly/result.json has no threshold for green, white"),
+        (("partly", "--export", "model.pt2"), "partly/result.json has no threshold for green, white"),
+        (("broken", "--export", "model.pt2"), "broken/result.json can't be read"),
         ((trained, folder, "--threshold", "high"), "--threshold high"),
         ((trained, folder, "--threshold", 1.5), "--threshold 1.5"),
         ((trained, folder, "--top", 0), "--top 0"),
@@ -221,7 +225,10 @@ def test_tuned_thresholds_are_exported_where_there_are_some(trained, script, wor
     shutil.copytree(trained, workplace / "old")
     result = json.loads((trained / "result.json").read_text())
     (workplace / "old/result.json").unlink()
-    for run, expected in ((trained, result["thresholds"]), ("old", dict.fromkeys(result["thresholds"], 0.5))):
+    shutil.copytree(trained, workplace / "no_validation")
+    tuned, half = result.pop("thresholds"), dict.fromkeys(common.read_state(trained / "best.pt")["classes"], 0.5)
+    (workplace / "no_validation/result.json").write_text(json.dumps(result))
+    for run, expected in ((trained, tuned), ("old", half), ("no_validation", half)):
         run_predict(script, run, "--export", "model.pt2")
         about = {"labels.json": ""}
         torch.export.load("model.pt2", extra_files=about)
