@@ -298,7 +298,7 @@ def number(value, form=".2f"):
 
 
 def spread(mean, std):
-    return "-" if np.isnan(mean) else f"{mean:.2f} ± {number(std)}"
+    return number(mean) if np.isnan(std) else f"{mean:.2f} ± {std:.2f}"
 
 
 def overview(datasets):
@@ -566,7 +566,7 @@ def write_page(datasets, args, warnings):
     parts = [section(template, name, rows, args, warnings.append) for name, rows in datasets.items()]
     if len(datasets) > 1:
         parts.insert(0, html_table(overview(datasets)))
-    per_class = lambda label, rows: [[row.method, row.style, *map(number, row.AP(label))] for row in rows]
+    per_class = lambda label, rows: [[row.method, row.style, spread(*row.AP(label))] for row in rows]
     AP = {name: {label: per_class(label, rows) for label in rows[0].runs[0].AP} for name, rows in datasets.items()}
     AP = json.dumps(AP).replace("<", "\\u003c")  # so that no name ends the script
     noted = "".join(f"<li>{escape(warning)}</li>" for warning in warnings)
