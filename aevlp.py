@@ -13,7 +13,8 @@ alone is `--zeta_global 2 --delta_neg 0 --refresh_every 99`. A tile that grows o
 Tiles are cut from the images at `--image_size` with bilinear sampling, the whole image is squashed as everywhere. Where
 several positives are known, the local threshold takes the one that CLIP scores highest. Where a class's cosines to its
 neighbours sum to less than 0, section 4's formula turns their order round; so do we. Precision is that of the labels
-that were not observed. Under torchrun R takes its mean over each process's share of a batch.
+that were not observed. Class names are read as words, as in vlpl.py. Under torchrun R takes its mean over each
+process's share of a batch.
 """
 
 import math

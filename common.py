@@ -159,13 +159,20 @@ def split_indices(n, val_fraction=0.2, seed=PROTOCOL_SEED):
     return np.sort(order[: n - n_val]), np.sort(order[n - n_val :])
 
 
+def as_tensor(values):
+    """A tensor, or an array of any strides and byte order, read-only or not -> a tensor without gradient"""
+    if isinstance(values, np.ndarray):
+        values = np.require(values, values.dtype.newbyteorder("="), "CW")
+    return torch.as_tensor(values).detach()
+
+
 def draw_single_positives(y, seed=PROTOCOL_SEED):
     """(N, C) full labels -> (N, C) uint8 with one positive kept per row, exactly as Cole et al. drew theirs."""
-    y = np.asarray(y)
+    y = (as_tensor(y) == 1).cpu().numpy()
     rs = np.random.RandomState(seed)
     z = np.zeros(y.shape, dtype=np.uint8)
     for row, labels in enumerate(y):
-        positives, negatives = np.flatnonzero(labels == 1), np.flatnonzero(labels != 1)
+        positives, negatives = np.flatnonzero(labels), np.flatnonzero(~labels)
         rs.shuffle(positives)
         rs.shuffle(negatives)  # none is kept, but the published draws consumed this randomness
         z[row, positives[:1]] = 1
@@ -174,8 +181,8 @@ def draw_single_positives(y, seed=PROTOCOL_SEED):
 
 def draw_known_positives(y, ratio, seed=PROTOCOL_SEED):
     """(N, C) full labels -> (N, C) uint8 with round(ratio * positives) of all positives kept."""
-    y = np.asarray(y)
-    positives = np.flatnonzero(y == 1)
+    y = (as_tensor(y) == 1).cpu().numpy()
+    positives = np.flatnonzero(y)
     kept = np.random.RandomState(seed).permutation(positives)[: round(ratio * len(positives))]
     z = np.zeros(y.shape, dtype=np.uint8)
     z.flat[kept] = 1
@@ -1330,12 +1337,13 @@ def in_order(values):
 def average_precision(scores, y):
     """(N, C) scores and labels -> (C,) float64 in 0..1: the mean, over a class's positives, of the precision among all
     images that score as high or higher. Ties and all, that is scikit-learn's average_precision_score; 0 if none."""
-    scores, y = torch.as_tensor(scores).detach(), torch.as_tensor(y)
+    scores, y = as_tensor(scores), as_tensor(y)
     if scores.shape != y.shape or scores.ndim != 2:
         raise ValueError(f"scores {tuple(scores.shape)} and labels {tuple(y.shape)} should be one (N, C)")
     if torch.isnan(scores).any():
         raise ValueError("scores hold NaN: there is no ranking to measure")
-    scores = (scores if scores.dtype == torch.float64 else scores.float()).T.contiguous()  # (C, N)
+    fits = scores.dtype == torch.float32 or scores.dtype.itemsize <= 2
+    scores = (scores.float() if fits else scores.double()).T.contiguous()  # (C, N)
     positive = (y.T == 1).to(scores.device)
     ap = torch.zeros(len(scores), dtype=torch.float64, device=scores.device)
     for c, ranked in enumerate(in_order(scores)):
@@ -1353,7 +1361,8 @@ def mean_average_precision(scores, y):
 
 def f1_scores(scores, y, threshold=0.5):
     """Overall and per-class precision, recall and F1, 0..100; positive iff score >= threshold, 0/0 is 0."""
-    guess, truth = torch.as_tensor(scores) >= threshold, torch.as_tensor(y) == 1
+    guess = as_tensor(scores) >= threshold
+    truth = as_tensor(y).to(guess.device) == 1
     hits, guesses, truths = ((t.sum(0).double()).cpu() for t in (guess & truth, guess, truth))
     ratio = lambda a, b: a / b.clamp(min=1)
     harmonic = lambda a, b: 2 * a * b / (a + b) if a + b else 0.0
@@ -1366,8 +1375,8 @@ def f1_scores(scores, y, threshold=0.5):
 def best_f1_thresholds(scores, y):
     """(N, C) scores and labels -> (C,): the score of each class from which on (>=) to say yes for the best F1, the
     highest of several; 0.5 where a class has no positive to judge by"""
-    scores = torch.as_tensor(scores).detach()
-    positive = torch.as_tensor(y).to(scores.device) == 1
+    scores = as_tensor(scores)
+    positive = as_tensor(y).to(scores.device) == 1
     ranked, order = scores.sort(dim=0, descending=True)
     hits = positive.gather(0, order).cumsum(0)
     guesses = torch.arange(1, len(scores) + 1, device=scores.device).view(-1, 1)

@@ -8,13 +8,14 @@ a distorted one, and, in a second stage, embeddings of the same class are drawn 
 NOTES: the release takes L_AN as a mean over B*C, divides L_PLC by the number of selected labels and includes observed
 positives in it, uses no input normalisation, adds ColorJitter and greyscale to the strong view, has two decoder layers
 (`--decoder_layers 2`), a SupCon loss (`--denominator all`) and stage-1 delta 0.5 for CUB. Anchors come from the weak
-view, what they are compared with from the strong view and the queue, which keeps weak ones. Eq. 7 as printed can be
-negative. Both views of an image are flipped alike. A run's best epoch is that of its last stage, stage 1's is kept as
-stage1.pt; what L_LAC adds to as many more epochs without it shows `--stage 2 --no_lac --init_from RUN`, RUN being one
-of `--stage 1`. `--end_to_end` has stage 2's delta. Under torchrun L_LAC compares with each process's own strong views
-and the queue of all, and "all" is a mean over each process's anchors. Choosing anchors makes stage 2 wait for the
-device in every step. Backbones whose first layers have none of the names in FROZEN train them. `--linear` is not for
-this method, which needs maps, not pooled features: `--freeze_backbone`.
+view, what they are compared with from the strong view and the queue, which keeps weak ones (Eq. 7 takes the other view
+only of the anchor itself). Eq. 7 as printed can be negative. Both views of an image are flipped alike. A run's best
+epoch is that of its last stage, stage 1's is kept as stage1.pt; what L_LAC adds to as many more epochs without it shows
+`--stage 2 --no_lac --init_from RUN`, RUN being one of `--stage 1`. `--end_to_end` has stage 2's delta. Under torchrun
+L_LAC compares with each process's own strong views and the queue of all, and "all" is a mean over each process's
+anchors. Choosing anchors makes stage 2 wait for the device in every step. Backbones whose first layers have none of the
+names in FROZEN train them. `--linear` is not for this method, which needs maps, not pooled features:
+`--freeze_backbone`.
 """
 
 import copy
@@ -112,6 +113,8 @@ def lac_loss(embed_a, class_a, embed_b, class_b, tau, denominator="inter"):
     mean over the b of its class, and the sum over all b"""
     if not len(embed_a) or not len(embed_b):
         return 0 * (embed_a.sum() + embed_b.sum())
+    precise = torch.promote_types(torch.promote_types(embed_a.dtype, embed_b.dtype), torch.float32)
+    embed_a, embed_b = embed_a.to(precise), embed_b.to(precise)
     portions = zip(embed_a.split(ANCHORS_AT_ONCE), class_a.split(ANCHORS_AT_ONCE))
     rest, plain = (embed_b, class_b, tau, denominator), {"use_reentrant": False, "preserve_rng_state": False}
     with torch.autocast(embed_a.device.type, enabled=False):

@@ -8,9 +8,9 @@ NOTES: CLIP embeds every plain image once, with its own mean and std (authors' r
 evaluation, on flipped images with ImageNet's mean and std, with bare class names as text for VOC and COCO, and with tau
 0.01 and theta 0.3 for all sets). For CUB the paper says lr 1e-5; the release and we take 1e-4. Eq. 5's signs are
 misprinted; section 4.6 has the form used here. alpha and beta are the release's; nobody says what gamma is, which only
-`--delta` uses. `clip_zero_shot_mAP` ranks by Eq. 1's scores, so it depends a little on tau. The paper's other
-backbones: `--backbone convnext_xlarge.fb_in22k`, `convnext_xlarge.fb_in22k_ft_in1k`,
-`vit_large_patch14_clip_336.openai`.
+`--delta` uses. Class names are read as words: pottedplant as potted plant, CUB's attributes as "bird whose bill shape
+is hooked". `clip_zero_shot_mAP` ranks by Eq. 1's scores, so it depends a little on tau. The paper's other backbones:
+`--backbone convnext_xlarge.fb_in22k`, `convnext_xlarge.fb_in22k_ft_in1k`, `vit_large_patch14_clip_336.openai`.
 """
 
 from dataclasses import dataclass

@@ -95,6 +95,28 @@ def test_average_precision_of_many_rows(dtype):
     assert common.average_precision(torch.tensor(scores), torch.tensor(y)).tolist() == pytest.approx(expected, abs=1e-9)
 
 
+@pytest.mark.parametrize(
+    "change", [lambda t: t[::-1], np.fliplr, np.asfortranarray, lambda t: t.astype(t.dtype.newbyteorder())]
+)
+def test_metrics_take_any_array(change):
+    rs = np.random.RandomState(4)
+    scores, y = rs.rand(30, 4), rs.randint(0, 2, (30, 4))
+    strange_scores, strange_y = change(scores), change(y)
+    strange_scores.setflags(write=False)
+    plain_scores, plain_y = strange_scores.astype(float, order="C"), strange_y.astype(int, order="C")
+    for metric in (common.average_precision, common.best_f1_thresholds):
+        assert torch.equal(metric(strange_scores, strange_y), metric(plain_scores, plain_y))
+    assert common.f1_scores(strange_scores, strange_y) == common.f1_scores(plain_scores, plain_y)
+    assert np.array_equal(common.draw_single_positives(strange_y), common.draw_single_positives(plain_y))
+    labels = torch.tensor(plain_y, dtype=torch.bfloat16, requires_grad=True)
+    assert np.array_equal(common.draw_single_positives(labels), common.draw_single_positives(plain_y))
+
+
+def test_whole_numbers_are_ranked_exactly():
+    """As float32 the two scores would tie"""
+    assert common.average_precision(np.array([[2**24 + 1], [2**24]]), np.array([[1], [0]])).item() == 1
+
+
 def test_average_precision_refuses_nan_and_other_shapes():
     with pytest.raises(ValueError, match="NaN"):
         common.average_precision(np.array([[np.nan], [1.0]]), np.array([[1], [0]]))

@@ -137,6 +137,9 @@ def test_lac_is_computed_in_full_precision(denominator):
     plain = lac.lac_loss(a.float(), class_a, b.float(), class_b, 0.5, denominator)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(lac.lac_loss(a.float(), class_a, b.float(), class_b, 0.5, denominator), plain)
+    a = a.bfloat16()  # of another precision than the queue
+    expected = lac.lac_loss(a.float(), class_a, b.float(), class_b, 0.5, denominator)
+    assert torch.equal(lac.lac_loss(a, class_a, b.float(), class_b, 0.5, denominator), expected)
 
 
 @pytest.mark.parametrize("denominator", ["inter", "all"])

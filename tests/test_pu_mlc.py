@@ -129,6 +129,13 @@ def test_consistency_against_a_slow_reference(batch, n):
     assert value == pytest.approx(slow_consistency(logits, z, mixed, 0.3, perm.tolist()), rel=1e-9)
 
 
+def test_a_share_near_1_keeps_what_is_left_of_it():
+    """In single precision 1 - 1e-9 is 1, but log(1e-9) is what the second half brings"""
+    logits, lam = torch.tensor([[-100.0], [100.0]]), 1 - 1e-9
+    value = pu_mlc.mixup_consistency(logits, torch.zeros(2, 1), torch.zeros(1, 1), lam, torch.tensor([0])).item()
+    assert value == pytest.approx((math.log(1 - lam) - math.log(0.5)) ** 2, rel=1e-5)
+
+
 def test_what_is_mixed():
     x = torch.arange(7.0)[:, None, None, None].expand(7, 3, 2, 2)
     mixed = pu_mlc.mix(x, 0.25, torch.tensor([2, 0, 1]))
