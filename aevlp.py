@@ -56,7 +56,7 @@ class Args(common.Args):
     graph_e: float = 0.2  # weight of the others together, before the graph's softmax
     graph_tau: float = 0.3  # smoothness of the label graph
     refresh_every: int = 1  # epochs between two rounds of pseudo-labels
-    no_damp: bool = False  # the GR loss alone: no pseudo-labels, eta 0
+    damp: bool = True  # --no_damp is the GR loss alone: no pseudo-labels, eta 0
     w: tuple[float, float] = (0.0, 2.0)  # slope of k(p) before the first epoch and in the last
     b: tuple[float, float] = (-2.0, -2.0)  # its offset
     mu: tuple[float, float] = (0.5, 0.8)  # centre of v(p)
@@ -209,20 +209,16 @@ def quality(chosen, right, hidden):
     return 100 * hits / chosen.sum(), 100 * hits / (right & hidden).sum()
 
 
-def to_be_shown(final, pseudo, k):
-    """The classes that views.png shows: the highest scores, and the lowest of the pseudo-negatives"""
+def to_be_shown(final, pseudo, z, k):
+    """The classes that views.png shows: the observed ones, the highest scores, the lowest of the pseudo-negatives"""
     order = final.argsort(descending=True, stable=True)
-    top, negatives = order[: max(8, k)], order[pseudo[order] == -1][-10:]
-    return torch.cat([top, negatives[~torch.isin(negatives, top)]]).tolist()
+    top, negatives = order[: max(8, k)].tolist(), order[pseudo[order] == -1][-10:].tolist()
+    return [c for c in order.tolist() if c in top or c in negatives or z[c] == 1]
 
 
 def show_views(run, clip, text, data, row, args):
     """The supplement's Fig. 1 as views.png: an image with its tiles, the tiles, and the scores that decide"""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = common.pyplot()
     split, g = data.train, args.grid
     ((idx, views, s_global, s_local),) = score_views(run, clip, text, split, np.array([row]), 1, args)
     z = split.z[idx]
@@ -247,7 +243,7 @@ def show_views(run, clip, text, data, row, args):
         axis.axis("off")
     middle.suptitle("what CLIP sees of its tiles, and says first", fontsize=9)
     bars = right.subplots()
-    shown = to_be_shown(final, pseudo, args.k)
+    shown = to_be_shown(final, pseudo, z[0], args.k)
     series = {"whole image": s_global[0], "tiles together": together, "decides +": final, "decides −": average}
     for shift, (name, scores) in zip((-0.3, -0.1, 0.1, 0.3), series.items()):
         bars.barh([place + shift for place in range(len(shown))], scores[shown].tolist(), height=0.18, label=name)
@@ -276,16 +272,16 @@ if __name__ == "__main__":
         common.die("--nu, --eta, --positives, --grow and --lambda1 must be at least 0, --lambda1 at most --lambda2")
     if not (args.grid >= 1 and args.refresh_every >= 1 and args.graph_u >= 1 and args.k >= 0 and args.head_lr > 0):
         common.die("--grid, --refresh_every and --graph_u must be at least 1, --k at least 0, --head_lr above 0")
-    if args.no_damp and args.show_views >= 0:
+    if not args.damp and args.show_views >= 0:
         common.die("--show_views shows what --no_damp leaves out: drop one of them")
     run = common.Run(args, __file__)
     data = common.load(args, run.device)
     if not -1 <= args.show_views < len(data.train):
         common.die(f"--show_views {args.show_views}: there are training images 0 to {len(data.train) - 1}")
-    texts = [] if args.no_damp else common.prompts(args.prompt, data.classes)  # new vs an.py
-    idle = args.no_damp or (args.eval_only and args.show_views < 0)
+    texts = common.prompts(args.prompt, data.classes) if args.damp else []  # new vs an.py
+    idle = not args.damp or (args.eval_only and args.show_views < 0)
     clip = None if idle else common.Clip(args, run.device)  # new vs an.py
-    eta = 0.0 if args.no_damp else args.eta
+    eta = args.eta if args.damp else 0.0
     if eta and not args.positives and data.val is None:
         common.die("without validation labels say how many --positives an image has, or --eta 0")
     m = args.positives or (data.val.y.sum(1).float().mean().item() if data.val else 0.0)  # new vs an.py

@@ -96,7 +96,8 @@ def parse(args_class, presets, argv=None):
     else:
         partial = first.known_ratio.strip("0.") != ""  # "0.0" is none either
         start = preset_settings(args_class, presets, first.dataset, partial)
-    args = tyro.cli(args_class, args=argv, default=start, use_underscores=True)
+    about = (sys.modules[args_class.__module__].__doc__ or "").split("NOTES")[0]
+    args = tyro.cli(args_class, args=argv, default=start, use_underscores=True, description=about)
     if earlier:
         changed = [f.name for f in fields(args) if getattr(args, f.name) != getattr(start, f.name)]
         refused = [f"--{name}" for name in changed if name not in RESUME_MAY_CHANGE and not name.startswith("show_")]
@@ -138,6 +139,11 @@ def read_run_settings(args_class, run):
         return replace(args_class(**settings), resume="", eval_only="")
     except (KeyError, TypeError, AttributeError) as problem:
         die(f"{run} was made by another script or version ({problem})")
+
+
+def printable(path):
+    """A file's name need not be UTF-8"""
+    return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def read_json(path, otherwise):
@@ -190,14 +196,19 @@ def draw_known_positives(y, ratio, seed=PROTOCOL_SEED):
 
 
 def read_image(path, upright=False):
-    """An RGB image; `upright` turns it as the camera held it, which the protocol doesn't"""
+    """An RGB image; `upright` turns it as the camera held it. What is transparent is white"""
     with Image.open(path) as image:
         if image.mode == "F":
             raise ValueError("its pixels are fractions of an unknown range")
         image = ImageOps.exif_transpose(image) if upright else image
         if image.mode.startswith("I"):  # grey of 16 bits or more, which PIL would cut off at 255
             pixels = np.asarray(image)
+            if pixels.min() < 0 or pixels.max() > 65535:
+                raise ValueError("its pixels are not of 8 or 16 bits")
             image = Image.fromarray((pixels >> (8 if image.mode != "I" or pixels.max() > 255 else 0)).astype(np.uint8))
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         return image.convert("RGB")
 
 
@@ -207,7 +218,7 @@ def decode(path, size, resample=Image.Resampling.BILINEAR, upright=False):
 
 
 def hash_names(names):
-    return hashlib.sha256("\n".join(names).encode()).hexdigest()
+    return hashlib.sha256("\n".join(names).encode(errors="surrogateescape")).hexdigest()
 
 
 class Images:
@@ -217,9 +228,10 @@ class Images:
     worker process better than an exception does.
     """
 
-    def __init__(self, folder, image_folder, part, size):
+    def __init__(self, folder, image_folder, part, size, upright=False):
         self.names = read_names(folder, part)
         self.image_folder, self.size, self.resample = image_folder, size, Image.Resampling.BILINEAR
+        self.upright = upright  # as the camera held it, which is not the protocol of the published data sets
         self.cache = folder / f"cache_{part}_{size}.npy"
         self.cached = self.cache.exists()
         self.pixels = None  # the opened cache, in every process its own
@@ -260,7 +272,7 @@ class Images:
         for i, row in enumerate(rows):
             path = self.image_folder / self.names[row]
             try:
-                batch[i] = decode(path, self.size, self.resample)
+                batch[i] = decode(path, self.size, self.resample, self.upright)
             except UNREADABLE as problem:
                 return f"{path} can't be read: {problem}"
         return torch.from_numpy(batch)
@@ -306,7 +318,7 @@ class Split:
         source = self.images
         files = [source.cache] if source.cached else [source.image_folder / source.names[row] for row in self.rows]
         stats = [f"{stat.st_size} {stat.st_mtime_ns}" for stat in map(os.stat, files)]
-        return hash_names([source.names[row] for row in self.rows] + stats)
+        return hash_names([source.names[row] for row in self.rows] + stats + ["upright"] * source.upright)
 
 
 @dataclass
@@ -330,7 +342,8 @@ def load(args, device="cpu"):
 
     there = lambda name: (folder / f"formatted_{name}.npy").exists()
     parts = [part for part in ("train", "valid", "val") if there(f"{part}_images")]
-    images = {part: Images(folder, image_folder, part, args.image_size) for part in parts}
+    upright = info.get("upright", False)
+    images = {part: Images(folder, image_folder, part, args.image_size, upright) for part in parts}
     y = {
         part: read_labels(folder / f"formatted_{part}_labels.npy", len(images[part]))
         for part in parts
@@ -500,8 +513,14 @@ def make_timm(name, pretrained, image_size):
     fixed = getattr(timm.get_pretrained_cfg(name), "fixed_input_size", False)
     size = {"img_size": image_size} if fixed else {}
     net = from_hub(name, lambda: timm.create_model(name, pretrained=pretrained, num_classes=0, **size))
+    try:
+        with torch.no_grad():
+            net.eval()(torch.zeros(1, 3, image_size, image_size))
+    except (RuntimeError, ValueError, AssertionError) as problem:
+        reason = (str(problem) or type(problem).__name__).splitlines()[0]
+        die(f"--backbone {name} doesn't take images of {image_size} pixels, try another --image_size: {reason}")
     config = timm.data.resolve_model_data_config(net)
-    return net, config["mean"], config["std"]
+    return net.train(), config["mean"], config["std"]
 
 
 def from_hub(name, make):
@@ -558,11 +577,15 @@ def start_from(args):
     return Path(run) / "best.pt" if run else None
 
 
-def load_weights(model, path):
-    """The model of a run's checkpoint into one of the same make"""
-    state = read_state(path)["model"]
+def load_weights(model, path, classes=None):
+    """The model of a run's checkpoint into one of the same make, and of the same classes if they are given"""
+    checkpoint = read_state(path)
+    state, trained = checkpoint["model"], checkpoint.get("classes")
     if {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in model.state_dict().items()}:
         die(f"{path} doesn't fit the model: it has another --backbone, other layers or another number of classes")
+    if classes and trained and classes != trained and nameless(len(classes)) not in (classes, trained):
+        was, now = next((a, b) for a, b in zip(trained, classes) if a != b)
+        die(f"{path} was trained for other classes than the data set has now, or in another order: {was} is now {now}")
     model.load_state_dict(state)
 
 
@@ -877,6 +900,7 @@ class Run:
             "method": self.method,
             "settings": asdict(self.args),
             "command": shlex.join(["python", *sys.argv]),
+            "began_in": os.getcwd(),
             "commit": git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "-uno") else ""),
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
@@ -911,7 +935,7 @@ class Run:
         if not data.val and rank() == 0:
             print("no fully labelled validation images: the last epoch is kept, what needs true labels is left blank")
         if start_from(self.args):
-            load_weights(model, start_from(self.args))
+            load_weights(model, start_from(self.args), data.classes)
         self.directory = self.open_directory()  # only now: what is wrong with flags, data or weights leaves none behind
         self.board = self.SummaryWriter(self.directory) if self.SummaryWriter and rank() == 0 else None
         model = model.to(self.device, memory_format=torch.channels_last)
@@ -1123,7 +1147,7 @@ class Run:
             self.finished = True
             val, test = (self.measure(state["model"], split) for split in (self.data.val, self.data.test))
             if rank() == 0:
-                print(f"{self.directory}: val mAP {val['mAP']:.2f}, test mAP {test['mAP']:.2f}{in_words(test['F1'])}")
+                print(f"{self.directory}: {in_words(val['mAP'], test)}")
         elif self.args.resume:
             self.restore()
         while not self.finished:
@@ -1210,8 +1234,9 @@ class Run:
     # -- what a run leaves
 
     def save(self):
-        names = ("epoch", "stage", "stage_began", "past", "steps", "finished", "rows", "best")
+        names = ("epoch", "stage", "stage_began", "past", "steps", "finished", "rows", "best", "embedding_seconds")
         last = {"run": {name: getattr(self, name) for name in names}, "scaler": self.scaler.state_dict()}
+        last["classes"] = self.data.classes
         for name, thing in self.state.items():
             last[name] = thing if torch.is_tensor(thing) else unwrap(thing).state_dict()
         self.write_tensors("last.pt", last)
@@ -1267,8 +1292,8 @@ class Run:
         if empty:
             print(f"{len(empty)} classes have no positive in the test set and count as AP 0: {', '.join(empty)}")
         chosen = f"best epoch {best['epoch']}" if data.val else f"last epoch {best['epoch']} (no validation)"
-        shown = ", ".join(f"{part} mAP {best[f'{part}_mAP']:.2f}" for part in ("val", "test") if getattr(data, part))
-        shown += f"{in_words(best['test_F1'])} (last epoch {last['test_mAP']:.2f})"
+        shown = in_words(best["val_mAP"], {"mAP": best["test_mAP"], "F1": best["test_F1"]})
+        shown += f" (last epoch {last['test_mAP']:.2f})" if data.test else ""
         print(f"{chosen}: {shown}; {self.directory}/curve.png", flush=True)
 
 
@@ -1277,8 +1302,11 @@ def known(values):
     return {name: value for name, value in values.items() if value == value}
 
 
-def in_words(f1):
-    return f", OF1 {f1['OF1']:.2f}, CF1 {f1['CF1']:.2f}" if f1 else ""
+def in_words(val_mAP, test):
+    """What was measured; NaN where there are no images with true labels"""
+    measured = known({"val mAP": val_mAP, "test mAP": test["mAP"]})
+    measured |= {name: test["F1"][name] for name in ("OF1", "CF1") if test["F1"]}
+    return ", ".join(f"{name} {value:.2f}" for name, value in measured.items()) or "no true labels to measure with"
 
 
 def join_parts(parts, whole):
@@ -1295,13 +1323,20 @@ def join_parts(parts, whole):
         part.unlink(missing_ok=True)
 
 
-def plot_curve(rows, best_epoch, path):
-    """The losses, the mAPs, and panels for the other columns of the metrics."""
+def pyplot():
+    """matplotlib's, for a machine without a screen; a $ in the name of a class is just a $"""
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False
     import matplotlib.pyplot as plt
 
+    return plt
+
+
+def plot_curve(rows, best_epoch, path):
+    """The losses, the mAPs, and panels for the other columns of the metrics."""
+    plt = pyplot()
     panels = {"loss": [], "mAP": ["val_mAP", "test_mAP"]}
     for name in dict.fromkeys(name for row in rows for name in row):  # those of one first word share a panel
         if name not in ("epoch", "seconds", "images_per_s", "val_mAP", "test_mAP"):

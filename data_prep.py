@@ -52,7 +52,7 @@ import common
 class Args:
     dataset: tyro.conf.Positional[Literal["scenes", "voc", "voc2007", "coco", "nus", "cub", "custom"]]
     data_root: str = "data"  # the data set goes into a folder of its own in here
-    raw: str = ""  # archives or extracted files that you have (default: <data_root>/<data set>/raw)
+    raw: str = ""  # archives or extracted files that you have, if not in <data_root>/<data set>/raw
     image_size: int = 448  # of the image cache
     cache: bool = True  # --no_cache saves disk: the scripts then decode the files in every epoch
     check: bool = False  # only verify what is there, every image included
@@ -62,7 +62,7 @@ class Args:
     labels: str = ""  # custom: CSV of the training images: image,label
     val: str = ""  # custom: CSV of fully labelled validation images: image,label1;label2;...
     test: str = ""  # custom: CSV of fully labelled test images
-    classes: str = ""  # custom: a file with a class a line, or names joined by commas (default: all that occur)
+    classes: str = ""  # custom: a file with a class a line, or names joined by commas, if not all that occur
     from_folders: bool = False  # custom: one sub-folder of --images per class, instead of --labels
 
 
@@ -402,11 +402,14 @@ class Source:
     labels: dict  # part: (N, C) uint8, full labels
     observed: dict = field(default_factory=dict)  # part: (N, C) uint8, where they are given and not to be drawn
     published: bool = True  # these are the images of the papers, whose numbers are known
+    upright: bool = False  # turn photos as the camera held them; the protocol of the papers doesn't
 
 
 def fetch(args):
     """The root of the extracted data set, after whatever download and extraction it takes."""
     raw = Path(args.raw or Path(args.data_root) / args.dataset / "raw")
+    if args.raw and not raw.is_dir():
+        common.die(f"--raw {raw} is not a folder (to download into it, make it first)")
     root = None if list(raw.glob("*.extracting")) else find_root(raw, args.dataset)
     if root:
         return root
@@ -657,7 +660,7 @@ def read_lines(path):
 
 # ---- 4. Your own images
 
-IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff")
+IMAGE_ENDINGS = (".jpg", ".jpeg", ".jpe", ".jfif", ".jp2", ".png", ".bmp", ".gif", ".webp", ".avif", ".tif", ".tiff")
 
 
 def read_custom(args):
@@ -668,10 +671,7 @@ def read_custom(args):
     if args.from_folders and args.labels:
         common.die("--labels and --from_folders both say what the labels are: leave one out")
     if args.from_folders:
-        found = sorted(
-            path.relative_to(folder) for path in folder.glob("*/**/*") if path.suffix.lower() in IMAGE_ENDINGS
-        )
-        names = [path.as_posix() for path in found if not path.parts[0].startswith((".", "__"))]
+        names = in_class_folders(folder)
         tables["train"] = [(name, [name.split("/")[0]], f"{folder / name}") for name in names]
     elif args.labels:
         tables["train"] = read_table(args.labels, folder, problems)
@@ -682,12 +682,12 @@ def read_custom(args):
             tables[part] = read_table(path, folder, problems)
 
     seen = {}
-    for table in tables.values():
+    for part, table in tables.items():
         for image, labels, place in table:
             if image in seen:
                 problems.append(f"{place}: {image} comes again (first at {seen[image]})")
             seen.setdefault(image, place)
-            if not labels:
+            if not labels and part == "train":  # of the others it may be known that none applies
                 problems.append(f"{place}: {image} has no label")
     problems += [
         f"{place}: a training image has one known label, not {len(labels)} ({'; '.join(labels)})"
@@ -722,7 +722,19 @@ def read_custom(args):
         labels[part] = np.zeros((len(table), len(classes)), dtype=np.uint8)
         for row, (_, found, _) in enumerate(table):
             labels[part][row, [classes.index(label) for label in found]] = 1
-    return Source(classes, folder.resolve(), names, labels, {"train": labels.pop("train")})
+    return Source(classes, folder.resolve(), names, labels, {"train": labels.pop("train")}, upright=True)
+
+
+def in_class_folders(folder):
+    """Names of the images in sub-folders, hidden ones left out; says what else there is and is not taken."""
+    files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    files = [path for path in files if not any(part.startswith((".", "__")) for part in path.parts)]
+    wanted = lambda path: len(path.parts) > 1 and path.suffix.lower() in IMAGE_ENDINGS
+    left = [path for path in files if not wanted(path)]
+    if left:
+        listed = ", ".join(map(common.printable, left[:5])) + (", ..." if len(left) > 5 else "")
+        print(f"left out: {len(left)} files that are in no class's folder or have no image's ending: {listed}")
+    return [path.as_posix() for path in files if wanted(path)]
 
 
 def read_table(path, folder, problems):
@@ -774,7 +786,7 @@ def write_source(folder, name, source):
     unfinished.touch()
     observed = source.observed or {part: common.draw_single_positives(y) for part, y in source.labels.items()}
     info = {"name": name, "classes": source.classes, "image_folder": str(source.image_folder.resolve())}
-    common.write_json(folder / "dataset.json", {**info, "published": source.published})
+    common.write_json(folder / "dataset.json", info | {"published": source.published, "upright": source.upright})
     for old in folder.glob("formatted_*.npy"):
         old.unlink()
     for kind, parts in (("images", source.names), ("labels", source.labels), ("labels_obs", observed)):
@@ -796,6 +808,7 @@ def visit(images, what, target, rows, compare, finished=lambda rows: None):
             [images.names[row] for row in rows[n : n + 64]],
             rows[n : n + 64],
             images.size,
+            images.upright,
             target,
             compare,
         )
@@ -821,12 +834,12 @@ def visit(images, what, target, rows, compare, finished=lambda rows: None):
 
 
 def visit_chunk(job):
-    image_folder, names, rows, size, target, compare = job
+    image_folder, names, rows, size, upright, target, compare = job
     pixels = target and np.load(target, mmap_mode="r" if compare else "r+", allow_pickle=False)
     failed = {}
     for row, name in zip(rows, names):
         try:
-            image = common.decode(image_folder / name, size)
+            image = common.decode(image_folder / name, size, upright=upright)
         except common.UNREADABLE as problem:
             failed[row] = f"{image_folder / name}: {problem}"
             continue
@@ -844,15 +857,16 @@ def file_times(images):
 def describe_cache(images, times):
     """What a cache was made of: the list of names, and the files behind it"""
     files = hashlib.sha256(str(images.image_folder).encode() + times.tobytes()).hexdigest()
-    return {"images": common.hash_names(images.names), "files": files}
+    description = {"images": common.hash_names(images.names), "files": files}
+    return description | ({"upright": True} if images.upright else {})
 
 
-def drop_stale_cache(folder, image_folder, part, size):
+def drop_stale_cache(folder, image_folder, part, size, upright):
     """Deletes a cache that is of other images than the formatted file's."""
     cache = folder / f"cache_{part}_{size}.npy"
     if not cache.exists():
         return
-    images = SimpleNamespace(names=common.read_names(folder, part), image_folder=image_folder)
+    images = SimpleNamespace(names=common.read_names(folder, part), image_folder=image_folder, upright=upright)
     described = cache.with_suffix(".json")
     if not described.exists() or common.read_json(described, "") != describe_cache(images, file_times(images)):
         cache.unlink()
@@ -862,7 +876,8 @@ def make_cache(images, what):
     """The pre-resized cache of one formatted file: goes on where it was stopped, takes its name when it is whole."""
     times = file_times(images)
     description = describe_cache(images, times)
-    stem = f"{images.cache.name}.{common.hash_names([str(images.image_folder), *images.names])[:8]}"
+    kind = [str(images.image_folder), *["upright"] * images.upright]
+    stem = f"{images.cache.name}.{common.hash_names([*kind, *images.names])[:8]}"
     partial, done_path = (images.cache.with_name(stem + ending) for ending in (".part", ".done"))
     for old in images.cache.parent.glob(f"{images.cache.name}.*"):  # of another list of images
         if old not in (partial, done_path):
@@ -950,7 +965,8 @@ def prepare(args):
     elif args.check:
         check_counts(folder)
 
-    size, image_folder = args.image_size, Path(common.read_json(folder / "dataset.json", "")["image_folder"])
+    info = common.read_json(folder / "dataset.json", f"{folder} is not prepared")
+    size, image_folder, upright = args.image_size, Path(info["image_folder"]), info.get("upright", False)
     names = {part: common.read_names(folder, part) for part in parts_of(folder)}
     missing = [
         str(image_folder / image) for part in names for image in names[part] if not (image_folder / image).is_file()
@@ -960,8 +976,8 @@ def prepare(args):
         common.die(f"{len(missing)} images are missing; put them back and run this again:\n  {listed}")
     if not args.check:
         for part in names:
-            drop_stale_cache(folder, image_folder, part, size)
-    parts = {part: common.Images(folder, image_folder, part, size) for part in names}
+            drop_stale_cache(folder, image_folder, part, size, upright)
+    parts = {part: common.Images(folder, image_folder, part, size, upright) for part in names}
     if args.cache and not args.check:
         say_disk(folder, [images for images in parts.values() if not images.cached])
     damaged = []
@@ -1008,9 +1024,7 @@ def read_source(args):
 
 def contact_sheet(data, path, side=5):
     """side x side random training images, their true labels, the observed one marked."""
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = common.pyplot()
     n = min(side * side, len(data.train))
     chosen = np.sort(np.random.RandomState(0).choice(len(data.train), n, replace=False))
     pixels = data.train.images[data.train.rows[chosen]].numpy()

@@ -65,8 +65,8 @@ class Args(common.Args):
     lambda_lac: float = 1.0  # weight of L_LAC
     denominator: Literal["inter", "all"] = "inter"  # of L_LAC: over the other classes (Eq. 7), or over all (SupCon)
     stage: Literal["both", "1", "2"] = "both"  # 2 alone goes on from --init_from
-    no_plc: bool = False  # leave out L_PLC
-    no_lac: bool = False  # leave out L_LAC; --stage both is then stage 1 alone
+    plc: bool = True  # --no_plc leaves out L_PLC
+    lac: bool = True  # --no_lac leaves out L_LAC; --stage both is then stage 1 alone
     end_to_end: bool = False  # all losses from the start, in one stage
     show_attention: int = -1  # write attention.png: where the classes look in this training image (-1: don't)
 
@@ -295,11 +295,7 @@ def count(p, z, y, delta):
 
 def draw_attention(path, model, data, row, device):
     """The paper's Fig. 6: an image, and where its observed class and the five most probable others look"""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = common.pyplot()
     split, model = data.train, model.eval()
     pixels = split.images[split.rows[[row]]]
     if isinstance(pixels, str):
@@ -341,9 +337,9 @@ if __name__ == "__main__":
         common.die("--freeze_backbone: random weights must learn, --weights says where better ones are")
     if args.stage == "2" and not (args.init_from or args.resume or args.eval_only):
         common.die("--stage 2 goes on from a run of stage 1: say --init_from RUN (from nothing: --end_to_end)")
-    if args.end_to_end and (args.no_lac or args.stage != "both"):
+    if args.end_to_end and (not args.lac or args.stage != "both"):
         common.die("--end_to_end is all losses in one stage: leave out --no_lac and --stage")
-    two = args.stage == "both" and not (args.no_lac or args.end_to_end)
+    two = args.stage == "both" and args.lac and not args.end_to_end
     run = common.Run(args, __file__, stages=2 if two else 1)
     data = common.load(args, run.device)
     if not -1 <= args.show_attention < len(data.train):
@@ -361,7 +357,7 @@ if __name__ == "__main__":
 
     for epoch in run.epochs(model=model, optimizer=optimizer, **state):
         second = run.stage == 2 or args.stage == "2" or args.end_to_end
-        delta, with_lac = args.delta[int(second)], second and not args.no_lac
+        delta, with_lac = args.delta[int(second)], second and args.lac
         if run.stage == 2 and epoch == run.stage_began:  # new vs an.py: from stage 1's best, all else as at the start
             common.load_weights(common.unwrap(model), run.directory / "stage1.pt")
             optimizer.load_state_dict(fresh[0])
@@ -376,7 +372,7 @@ if __name__ == "__main__":
             weak, strong = logits.chunk(2)  # new vs an.py
             p_weak = weak.detach().sigmoid()
             an, plc, lac = an_loss(weak, z), torch.zeros_like(weak.sum()), torch.zeros_like(weak.sum())
-            if not args.no_plc:
+            if args.plc:
                 plc = plc_loss(strong, p_weak, z, delta)
             if with_lac:
                 chosen = (p_weak >= delta) | (z == 1)

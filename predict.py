@@ -3,7 +3,8 @@
     python predict.py runs/voc-vlpl-s0-20261116-093000 photos --threshold auto
     python predict.py runs/voc-vlpl-s0-20261116-093000 --export model.pt2
 
-All that is needed to build the model is in the run. An image is squashed to the size of training, as it was there.
+All that is needed to build the model is in the run. An image is turned upright, as the camera held it, and squashed to
+the size of training.
 
 NOTES: The exported model takes pixels of any size and squashes them itself, with torch's antialiased bilinear filter
 instead of PIL's. They round differently: on 60 photos of VOC at 64, 224 and 448 pixels one value in seven differs, by 1
@@ -131,7 +132,7 @@ def inside(path):
         folders[:] = [name for path, name in real.items() if path not in seen]
         seen |= real.keys()
         files += [Path(folder, name) for name in names if name[0] != "."]
-    return sorted(file for file in files if file.is_file())
+    return sorted(file for file in files if file.is_file() or not file.exists())  # a link to nothing is worth a word
 
 
 def read_pixels(path, size):
@@ -151,13 +152,9 @@ def in_order(p, thresholds):
 
 def labels(p, thresholds, classes, top):
     """The classes that reach their threshold, in words"""
-    found = [c for c in in_order(p, thresholds)[:top] if p[c] >= thresholds[c]]
-    return ", ".join(f"{classes[c]} {p[c]:.2f}" for c in found) or "-"
-
-
-def printable(path):
-    """A file's name need not be UTF-8"""
-    return os.fsencode(path).decode(errors="backslashreplace")
+    found = [c for c in in_order(p, thresholds) if p[c] >= thresholds[c]]
+    more = f" and {len(found) - top} more" if len(found) > top else ""
+    return (", ".join(f"{classes[c]} {p[c]:.2f}" for c in found[:top]) or "-") + more
 
 
 def say(line):
@@ -173,29 +170,27 @@ def write_csv(path, files, p, classes):
     with common.replacing(path) as temporary, open(temporary, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["image", *classes])
-        writer.writerows([printable(name), *row] for name, row in zip(files, p.tolist()))
+        writer.writerows([common.printable(name), *row] for name, row in zip(files, p.tolist()))
 
 
 def draw(path, files, p, thresholds, classes, top):
     """Every image beside its labels, in colour, and the highest of the other probabilities"""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = common.pyplot()
     wide = min(len(files), 4)
     high = -(-len(files) // wide)
-    figure, axes = plt.subplots(high, 2 * wide, figsize=(4.4 * wide, 2.2 * high), squeeze=False, layout="constrained")
+    top = min(top, len(classes))
+    size = 4.4 * wide, max(2.2, 0.2 * top) * high
+    figure, axes = plt.subplots(high, 2 * wide, figsize=size, squeeze=False, layout="constrained")
     for axis in axes.flat:
         axis.axis("off")
     for file, row, (picture, bars) in zip(files, p, axes.reshape(-1, 2)):
         image = common.read_image(file, upright=True)
         image.thumbnail((300, 300))
         picture.imshow(image)
-        picture.set_title(printable(file.name), fontsize=8, parse_math=False)
+        picture.set_title(common.printable(file.name), fontsize=8)
         for place, c in enumerate(in_order(row, thresholds)[:top]):
             bars.barh(place, row[c].item(), color="lightskyblue" if row[c] >= thresholds[c] else "lightgrey")
-            bars.text(0, place, f" {classes[c]} {row[c]:.2f}", va="center", fontsize=8, parse_math=False)
+            bars.text(0, place, f" {classes[c]} {row[c]:.2f}", va="center", fontsize=8)
         bars.set(xlim=(0, 1), ylim=(top - 0.4, -0.6))
     with common.replacing(path) as temporary:
         figure.savefig(temporary, dpi=110, format="png")
@@ -227,7 +222,7 @@ def noise(brightest):
 @torch.no_grad()
 def export(path, model, size, about, files):
     """Writes path only if it computes what the model does, from the bytes that are written."""
-    original, vary = Portable(model.cpu(), size).eval(), torch.export.Dim.DYNAMIC
+    original, vary = Portable(model.cpu(), size).eval().requires_grad_(False), torch.export.Dim.DYNAMIC
     images = files or [noise(brightest) for brightest in (16, 64, 256)]  # bright noise alone drives a model to 0 or 1
     pixels = [torch.tensor(np.asarray(common.read_image(file, upright=True))).permute(2, 0, 1)[None] for file in images]
     example = torch.zeros(2, 3, size + 3, size + 5, dtype=torch.uint8)  # sizes that nothing takes for constants
@@ -262,6 +257,11 @@ if __name__ == "__main__":
         common.die(f"--top {args.top}: at least one label")
     if not (args.images or args.export):
         common.die("name images or folders to look at, or --export a model")
+    if (args.csv or args.figure) and not args.images:
+        common.die("--csv and --figure are about images: name some, or folders of them")
+    for flag, path, ending in (("figure", args.figure, ".png"), ("export", args.export, ".pt2")):
+        if path and Path(path).suffix != ending:
+            common.die(f"--{flag} {path}: what is written is a {ending} file, so give it that ending")
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # Ctrl-C, without a traceback
     for path in filter(None, (args.csv, args.figure, args.export)):
         if not Path(path).absolute().parent.is_dir():
@@ -280,7 +280,7 @@ if __name__ == "__main__":
             if images:
                 p.append(probabilities(model, torch.stack(list(images.values())), device))
                 for path, row in zip(images, p[-1]):
-                    say(f"{printable(path)}: {labels(row, thresholds, classes, args.top)}")
+                    say(f"{common.printable(path)}: {labels(row, thresholds, classes, args.top)}")
             files += images
             bar.update(len(batch))
 

@@ -41,7 +41,7 @@ class Args:
     csv: bool = False  # print one table with all classes as CSV
     html: str = ""  # write a page to this file
     classes: int = 20  # classes in the table of differences from AN, the largest first (0: all)
-    data_root: str = ""  # where the data sets are, for the page's images (default: where the runs found them)
+    data_root: str = ""  # where the data sets are, for the page's images, if not where the runs found them
     seed: int = 0  # of the page's choice of images
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
 
@@ -106,6 +106,7 @@ class Run:
     epochs: list  # rows of metrics.csv
     commit: str
     around: dict  # where it ran
+    began_in: str  # the working directory, to which its paths are relative
 
     @property
     def dataset(self):
@@ -184,7 +185,8 @@ def read_run(path):
     around = {"commit": config["commit"].removesuffix("-dirty")[:7], "torch": config["versions"]["torch"]}
     around |= {"device": config["device"], "processes": config["processes"]}
     around |= {"validation": "none" if result["val_mAP"] is None else "yes"}
-    return Run(path, method, settings, preset, mAP, AP, result["seconds"], epochs, config["commit"], around)
+    began_in = config.get("began_in", "")
+    return Run(path, method, settings, preset, mAP, AP, result["seconds"], epochs, config["commit"], around, began_in)
 
 
 def read_runs(paths, warn):
@@ -408,6 +410,7 @@ def line_chart(title, lines):
     middle, half = (max(values) + min(values)) / 2, max(max(values) - min(values), 1) / 2  # a flat line has no range
     x_ticks = [tick for tick in MaxNLocator(6, integer=True).tick_values(left, right) if left <= tick <= right]
     y_ticks = MaxNLocator(5).tick_values(middle - half, middle + half)
+    y_ticks = y_ticks[: 1 + np.searchsorted(y_ticks, max(values))]  # no axis above 100 % for lines below
     x = lambda epoch: 36 + 310 * (epoch - left) / max(right - left, 1)
     y = lambda value: 190 - 175 * (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
     parts = [
@@ -428,7 +431,7 @@ def curves(rows):
     for title, names in {"validation mAP over epochs": ["val_mAP"], **RIGHT}.items():
         lines = []
         for row, name in ((row, name) for row in rows for name in names):
-            used = lambda run: name == "val_mAP" or not getattr(run.settings, "no_plc", False)  # noqa: B023
+            used = lambda run: name == "val_mAP" or getattr(run.settings, "plc", True)  # noqa: B023
             found = [(run.settings.seed, run.column(name)) for run in row.runs if run.column(name) and used(run)]
             lines += [(row, "run", f"{row.method}: {name}, seed {seed}", line) for seed, line in found]
             epochs = sorted(set.intersection(*(set(line) for _, line in found))) if found else []
@@ -465,7 +468,9 @@ def gallery(rows, args):
     chosen = [min(row.runs, key=lambda run: run.settings.seed) for row in rows]
     for run in tqdm(chosen, desc="test images", leave=False, disable=not sys.stderr.isatty()):
         model, settings, classes = predict.load_model(run.path, device)
-        settings = replace(settings, data_root=args.data_root or settings.data_root)
+        there = Path(run.began_in, settings.data_root)
+        moved = there if Path(there, settings.dataset).is_dir() else settings.data_root
+        settings = replace(settings, data_root=args.data_root or str(moved))
         folder = Path(settings.data_root, settings.dataset)
         if os.sep not in settings.dataset and not folder.is_dir():  # before load() makes scenes: a report makes nothing
             common.die(f"there is no {folder} here, say where it is with --data_root")

@@ -100,11 +100,7 @@ def quality(chosen, right, hidden):
 
 def draw_pseudo(path, data, cosine, pseudo, tau, n):
     """A picture of n training images, evenly spaced: the observed label, CLIP's highest scores, what became of them"""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = common.pyplot()
     split, wide = data.train, min(n, 4)
     rows = np.linspace(0, len(split) - 1, min(n, len(split))).astype(int)
     high = -(-len(rows) // wide)

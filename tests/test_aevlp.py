@@ -474,11 +474,11 @@ def test_what_is_logged_is_where_the_run_is(squares):
 
 def test_the_picture_shows_the_highest_and_the_refused():
     final = torch.arange(40, 0, -1) / 40
-    pseudo = torch.zeros(40, dtype=torch.int8)
+    pseudo, z = torch.zeros(40, dtype=torch.int8), F.one_hot(torch.tensor(20), 40)
     pseudo[25:], pseudo[3] = -1, 1
-    shown = aevlp.to_be_shown(final, pseudo, 3)
-    assert shown == [*range(8), *range(30, 40)]
-    assert aevlp.to_be_shown(final, pseudo, 32) == list(range(40))
+    shown = aevlp.to_be_shown(final, pseudo, z, 3)
+    assert shown == [*range(8), 20, *range(30, 40)]
+    assert aevlp.to_be_shown(final, pseudo, z, 32) == list(range(40))
 
 
 def test_the_head_learns_faster(script, flags, workplace):

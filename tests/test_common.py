@@ -381,6 +381,22 @@ def test_normalisation_follows_the_backbone():
     assert timm.eval()(x).shape == (2, 5)
 
 
+def test_a_backbone_that_can_not_take_the_images_gives_one_sentence():
+    with pytest.raises(SystemExit, match="--backbone efficientformer_l1 doesn't take images of 64 pixels, try another"):
+        classifier(backbone="efficientformer_l1", image_size=64)
+    assert classifier(backbone="tf_efficientnet_lite0", image_size=64).training
+
+
+def test_a_dollar_is_a_dollar(tmp_path):
+    plt = common.pyplot()
+    figure = plt.figure()
+    figure.text(0, 0, "from $5_ to $10^")  # as mathematics this is an error
+    figure.savefig(tmp_path / "figure.png")
+    plt.close(figure)
+    for script in ROOT.glob("*.py"):
+        assert ("import matplotlib.pyplot" in script.read_text()) == (script.name == "common.py")
+
+
 def test_small_backbone_keeps_a_map_of_8():
     body = classifier().body
     assert body[:-2](torch.zeros(2, 3, 64, 64)).shape == (2, 128, 8, 8)

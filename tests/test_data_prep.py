@@ -4,6 +4,7 @@ import csv
 import http.server
 import io
 import json
+import os
 import re
 import shutil
 import tarfile
@@ -71,6 +72,12 @@ def voc(tmp_path):
     picture(root / "JPEGImages/2008_000009.jpg", size=(301, 7), mode="L")
     picture(root / "JPEGImages/2008_000002.jpg", size=(9, 80), mode="CMYK")
     return tmp_path
+
+
+def test_a_misspelt_folder_is_not_downloaded_into(tmp_path):
+    with pytest.raises(SystemExit, match=r"--raw .*nope is not a folder"):
+        data_prep.prepare(settings("voc", tmp_path, raw=str(tmp_path / "nope")))
+    assert not (tmp_path / "nope").exists()
 
 
 def test_voc(voc, expect):
@@ -525,6 +532,60 @@ def test_custom(pets, tmp_path):
     assert not (folder / "formatted_train_labels.npy").exists()
 
 
+def test_photos_of_your_own_are_turned_upright(pets, tmp_path):
+    """As predict.py will turn them; the published data sets stay as the papers took them (test_predict)"""
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter, clockwise
+    with Image.open(tmp_path / "photos/3.png") as image:
+        image.load()
+    image.save(tmp_path / "photos/3.png", exif=exif)
+    upright = np.asarray(image.transpose(Image.Transpose.ROTATE_270).resize((16, 16), Image.Resampling.BILINEAR))
+    args = an.Args(dataset="pets", data_root=str(tmp_path / "data"), image_size=16)
+    prints = []
+    for cache in (True, False):
+        folder = data_prep.prepare(settings("custom", tmp_path, **pets, cache=cache))
+        for old in [] if cache else folder.glob("cache_*"):
+            old.unlink()
+        images = common.load(args).train.images
+        assert images.cached == cache
+        assert np.array_equal(images[np.array([3])][0], upright)
+        assert np.array_equal(images.from_files(16, Image.Resampling.BILINEAR)[np.array([3])][0], upright)  # CLIP's
+        prints.append(common.load(args).train.fingerprint())
+    info = json.loads((folder / "dataset.json").read_text())
+    (folder / "dataset.json").write_text(json.dumps({**info, "upright": False}))
+    assert not np.array_equal(common.load(args).train.images[np.array([3])][0], upright)
+    assert common.load(args).train.fingerprint() not in prints  # other pixels, so other embeddings
+
+
+def test_a_cache_from_before_photos_were_turned_is_made_again(pets, tmp_path):
+    folder = data_prep.prepare(settings("custom", tmp_path, **pets))
+    description = json.loads((folder / "cache_train_16.json").read_text())
+    assert description.pop("upright")
+    (folder / "cache_train_16.json").write_text(json.dumps(description))
+    pixels = np.load(folder / "cache_train_16.npy")
+    np.save(folder / "cache_train_16.npy", np.zeros_like(pixels))
+    data_prep.prepare(settings("custom", tmp_path, **pets))
+    assert np.array_equal(np.load(folder / "cache_train_16.npy"), pixels)
+
+
+def test_names_need_not_be_utf_8(tmp_path, capsys):
+    for i in range(4):
+        picture(tmp_path / "photos" / f"{'ab'[i % 2]}/{i}.png", seed=i)
+    os.rename(tmp_path / "photos/a/0.png", os.fsencode(tmp_path / "photos/a") + b"/caf\xe9.png")
+    os.rename(tmp_path / "photos/a/2.png", os.fsencode(tmp_path / "photos/a") + b"/caf\xe9.doc")
+    data_prep.prepare(settings("custom", tmp_path, name="pets", images=str(tmp_path / "photos"), from_folders=True))
+    data = common.load(an.Args(dataset="pets", data_root=str(tmp_path / "data"), image_size=16))
+    assert data.train.images.names[0] == os.fsdecode(b"a/caf\xe9.png")
+    assert "no image's ending: a/caf\\xe9.doc" in capsys.readouterr().out
+
+
+def test_no_label_of_a_test_image_is_a_label_too(pets, tmp_path):
+    pets["test"] = table(tmp_path / "none.csv", ("10.png", "dog"), ("11.png", ""))
+    data_prep.prepare(settings("custom", tmp_path, **pets))
+    data = common.load(an.Args(dataset="pets", data_root=str(tmp_path / "data"), image_size=16))
+    assert data.test.y.tolist() == [[0, 1, 0], [0, 0, 0]]
+
+
 def test_custom_trains_with_and_without_validation(pets, tmp_path):
     small = [word for word in SMALL if word not in ("--image_size", "32")]
     command = (ROOT / "an.py", "--dataset", "pets", *small, "--image_size", 16, "--epochs", 3)
@@ -540,6 +601,7 @@ def test_custom_trains_with_and_without_validation(pets, tmp_path):
     data_prep.prepare(settings("custom", tmp_path, **{**pets, "val": "", "test": ""}))
     out = finish(start(*command, "--out", "blind", cwd=tmp_path))
     assert "no fully labelled validation images: the last epoch is kept" in out
+    assert "last epoch 3 (no validation): no true labels to measure with; " in out
     (blind,) = (tmp_path / "blind").iterdir()
     result = json.loads((blind / "result.json").read_text())
     assert result["best_epoch"] == 3
@@ -609,11 +671,16 @@ def test_custom_unknown_columns_and_a_class_only_in_validation(pets, tmp_path):
         data_prep.prepare(settings("custom", tmp_path, **pets))
 
 
-def test_custom_from_folders(tmp_path):
+def test_custom_from_folders(tmp_path, capsys):
     for i, name in enumerate(("cat/a.png", "cat/deep/b.png", "dog/c.JPG")):
         picture(tmp_path / "photos" / name, seed=i)
     (tmp_path / "photos/dog/notes.txt").write_text("not an image")
+    picture(tmp_path / "photos/loose.png")
+    picture(tmp_path / "photos/dog/._c.png")  # as a Mac leaves them
+    picture(tmp_path / "photos/.trash/d.png")
     data_prep.prepare(settings("custom", tmp_path, name="pets", images=str(tmp_path / "photos"), from_folders=True))
+    assert "left out: 2 files" in (out := capsys.readouterr().out)
+    assert "dog/notes.txt, loose.png\n" in out
     data = common.load(an.Args(dataset="pets", data_root=str(tmp_path / "data"), image_size=16))
     assert data.classes == ["cat", "dog"]
     assert data.train.images.names == ["cat/a.png", "cat/deep/b.png", "dog/c.JPG"]

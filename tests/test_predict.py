@@ -68,13 +68,14 @@ def test_any_image_is_read_and_the_rest_is_listed(trained, script, folder, capsy
     (folder / "notes.txt").write_text("no image")
     cut = folder / "deep" / "cut.png"
     cut.write_bytes((folder / "a.png").read_bytes()[:-500])
+    (folder / "h.png").symlink_to("moved_away.png")
     run_predict(script, trained, folder, "nowhere.jpg", "--csv", "out.csv", code=1)
     out, err = capsys.readouterr()
     images = ["a.png", "c.bmp", "d.webp", "deep/b.jpg", "e.gif", "f.tif", "g.png"]
     assert list(lines_of(out)) == [str(folder / name) for name in images]
     assert len(Path("out.csv").read_text().splitlines()) == 8
     unreadable = [line.split(" can't be read")[0] for line in err.splitlines()]
-    assert unreadable == [str(cut), str(folder / "notes.txt"), "nowhere.jpg"]
+    assert unreadable == [str(cut), str(folder / "h.png"), str(folder / "notes.txt"), "nowhere.jpg"]
 
 
 def test_nothing_readable_is_an_error(trained, script, workplace, capsys):
@@ -112,7 +113,7 @@ def test_thresholds_and_top(trained, script, folder, capsys):
         ((_, *values),) = list(csv.reader(file))[1:]
     p = dict(zip(common.read_state(trained / "best.pt")["classes"], map(float, values)))
     highest = sorted(p, key=p.get, reverse=True)
-    assert line == ", ".join(f"{name} {p[name]:.2f}" for name in highest[:3])
+    assert line == ", ".join(f"{name} {p[name]:.2f}" for name in highest[:3]) + " and 1 more"
     run_predict(script, trained, folder / "a.png", "--threshold", "auto")
     expected = [f"{name} {p[name]:.2f}" for name in highest if p[name] >= result["thresholds"][name]]
     assert lines_of(capsys.readouterr().out)[str(folder / "a.png")] == (", ".join(expected) or "-")
@@ -158,6 +159,9 @@ def test_small_mistakes_give_one_sentence(trained, script, workplace, folder):
         ((trained, folder, "--device", "gpu"), "--device gpu"),
         ((trained, folder, "--csv", "no/where.csv"), "no/where.csv can't be written"),
         ((trained,), "name images"),
+        ((trained, "--csv", "out.csv", "--export", "model.pt2"), "--csv and --figure are about images"),
+        ((trained, "--export", "model.onnx"), "--export model.onnx: what is written is a .pt2 file"),
+        ((trained, folder, "--figure", "out.jpg"), "--figure out.jpg: what is written is a .png file"),
         ((folder, folder), "is not a run directory"),
         (("foreign", folder), "made by other.py, which is not here"),
         (("young", folder), "young has no best.pt"),
@@ -196,6 +200,7 @@ import json, sys, torch
 files = {"labels.json": ""}
 model = torch.export.load("model.pt2", extra_files=files).module()
 print(json.loads(files["labels.json"])["classes"])
+assert model(torch.zeros(1, 3, 40, 40, dtype=torch.uint8)).numpy().shape == (1, 4)  # takes no gradient
 torch.save([model(x) for x in torch.load("pixels.pt")], "probabilities.pt")
 assert "common" not in sys.modules
 """
@@ -335,11 +340,32 @@ def test_photos_are_turned_as_the_camera_held_them(workplace):
     assert not np.array_equal(common.decode("turned.png", 20), common.decode("upright.png", 20))  # training: as ever
 
 
+def test_what_is_transparent_is_white(workplace):
+    """Colours that nobody sees decide nothing"""
+    rs = np.random.RandomState(0)
+    seen, hidden = rs.randint(0, 256, (8, 8, 3)), np.indices((8, 8)).sum(0) % 3 == 0
+    for name, under in (("a.png", 0), ("b.png", 200)):
+        pixels = np.dstack([np.where(hidden[..., None], under, seen), np.where(hidden, 0, 255)])
+        Image.fromarray(pixels.astype(np.uint8)).save(name)
+    plain = predict.read_pixels("a.png", 8).numpy()
+    assert np.array_equal(plain, np.where(hidden[..., None], 255, seen))
+    assert np.array_equal(plain, predict.read_pixels("b.png", 8))
+    half = np.full((8, 8, 2), (100, 128), dtype=np.uint8)
+    Image.fromarray(half, "LA").save("half.png")
+    assert predict.read_pixels("half.png", 8).unique().tolist() == [round(255 + (100 - 255) * 128 / 255)]
+    palette = Image.new("P", (8, 8), 1)
+    palette.putpalette([0, 0, 0, 9, 9, 9])
+    palette.save("palette.gif", transparency=1)
+    assert predict.read_pixels("palette.gif", 8).unique().tolist() == [255]
+
+
 def test_odd_modes_are_read_or_refused(workplace):
     grey = np.full((8, 8), 200, dtype=np.int32)
     Image.fromarray(grey).save("int.tif")
     Image.fromarray((grey * 256).astype(np.uint16)).save("deep.png")
     Image.fromarray(grey.astype(np.float32)).save("float.tif")
+    Image.fromarray(grey * 10**6).save("deeper.tif")
+    assert "deeper.tif can't be read: its pixels are not of 8 or 16 bits" in predict.read_pixels("deeper.tif", 4)
     for name in ("int.tif", "deep.png"):
         assert predict.read_pixels(name, 4).unique().tolist() == [200]
     assert "float.tif can't be read" in predict.read_pixels("float.tif", 4)

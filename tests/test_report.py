@@ -416,6 +416,8 @@ def test_the_page_without_data_says_so(compare, badly_named, workplace):
 
 
 def test_data_that_are_elsewhere(compare, workplace, trained, squares):
+    copy(trained, workplace / "b", {"dataset": "squares", "data_root": "."}, began_in=str(Path(squares).parent))
+    assert compare("b", "--html", "page.html")[1] == []  # wherever the report is made
     copy(trained, workplace / "a", {"dataset": "squares", "data_root": "gone"})
     _, (warning,) = compare("a", "--html", "page.html")
     assert "no images of squares: there is no gone/squares here, say where it is with --data_root" in warning

@@ -55,6 +55,30 @@ def test_eval_only_reprints_the_mAP(trained, script):
     assert before == {path: path.stat().st_mtime_ns for path in trained.iterdir()}
 
 
+def test_classes_in_another_order_are_not_taken_for_the_same(squares, trained, script, workplace):
+    folder, out = workplace / "squares", ("--workers", 0, "--out", "again")
+    shutil.copytree(squares, folder)
+    runs = {name: workplace / name for name in ("finished", "stopped")}
+    for run in runs.values():
+        shutil.copytree(trained, run)
+        config = json.loads((run / "config.json").read_text())
+        config["settings"]["dataset"] = str(folder)
+        (run / "config.json").write_text(json.dumps(config))
+    script("an.py", "--eval_only", runs["finished"])
+    info = json.loads((folder / "dataset.json").read_text())
+    (folder / "dataset.json").write_text(json.dumps({**info, "classes": info["classes"][::-1]}))
+    for flags in (
+        ("--eval_only", runs["finished"]),
+        ("--resume", runs["stopped"]),
+        ("--dataset", folder, *SMALL, "--init_from", runs["finished"], *out),
+    ):
+        with pytest.raises(SystemExit, match=r"was trained for other classes.* in another order: red is now white"):
+            script("an.py", *flags)
+    assert not (workplace / "again").exists()
+    (folder / "dataset.json").write_text(json.dumps({"image_folder": info["image_folder"]}))  # no names: nobody knows
+    script("an.py", "--eval_only", runs["finished"])
+
+
 def test_kill_and_resume_give_the_same_bits(squares, workplace):
     command = ("--dataset", squares, *SMALL, "--epochs", 12, "--workers", 0)
     process = start(ROOT / "an.py", *command, cwd=workplace)
@@ -214,6 +238,9 @@ def test_linear_embeds_once_and_serves_as_a_start(script, squares, workplace):
 
     # The head on top of the backbone gives the same mAP as on the embeddings, and end-to-end training starts there.
     result = json.loads((linear / "result.json").read_text())
+    assert result["embedding_seconds"] > 0
+    script("an.py", "--resume", linear)  # it is finished, and finds its embeddings
+    assert json.loads((linear / "result.json").read_text()) == result
     config = json.loads((linear / "config.json").read_text())
     config["settings"]["linear"] = False
     (linear / "config.json").write_text(json.dumps(config))
