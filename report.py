@@ -468,9 +468,9 @@ def gallery(rows, args):
     chosen = [min(row.runs, key=lambda run: run.settings.seed) for row in rows]
     for run in tqdm(chosen, desc="test images", leave=False, disable=not sys.stderr.isatty()):
         model, settings, classes = predict.load_model(run.path, device)
-        there = Path(run.began_in, settings.data_root)
-        moved = there if Path(there, settings.dataset).is_dir() else settings.data_root
-        settings = replace(settings, data_root=args.data_root or str(moved))
+        then = os.path.join(run.began_in, settings.data_root)
+        root = then if Path(then, settings.dataset).is_dir() else settings.data_root
+        settings = replace(settings, data_root=args.data_root or root)
         folder = Path(settings.data_root, settings.dataset)
         if os.sep not in settings.dataset and not folder.is_dir():  # before load() makes scenes: a report makes nothing
             common.die(f"there is no {folder} here, say where it is with --data_root")
