@@ -239,8 +239,11 @@ class Images:
             made_for = read_json(self.cache.with_suffix(".json"), f"{self.cache} has no description")
             pixels = read_array(self.cache, ndim=4, mmap_mode="r")
             fits = pixels.shape == (len(self.names), size, size, 3) and pixels.dtype == np.uint8
-            if made_for.get("images") != hash_names(self.names) or not fits:
-                die(f"{self.cache} was made for another list of images: delete it, or prepare the data set again")
+            alike = made_for.get("images") == hash_names(self.names) and made_for.get("upright", False) == upright
+            if not (alike and fits):
+                die(
+                    f"{self.cache} was made for another list of images or way to turn them: delete it, or prepare again"
+                )
             return
         missing = self.missing()
         if missing:

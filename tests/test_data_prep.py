@@ -562,6 +562,8 @@ def test_a_cache_from_before_photos_were_turned_is_made_again(pets, tmp_path):
     description = json.loads((folder / "cache_train_16.json").read_text())
     assert description.pop("upright")
     (folder / "cache_train_16.json").write_text(json.dumps(description))
+    with pytest.raises(SystemExit, match=r"cache_train_16.npy was made for another list of images"):
+        common.load(an.Args(dataset="pets", data_root=str(tmp_path / "data"), image_size=16))
     pixels = np.load(folder / "cache_train_16.npy")
     np.save(folder / "cache_train_16.npy", np.zeros_like(pixels))
     data_prep.prepare(settings("custom", tmp_path, **pets))
