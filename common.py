@@ -1,11 +1,13 @@
-"""What every method script shares: settings, data, model, run, metrics. No method lives here."""
+"""What every method script shares: settings, data, model, CLIP, run, metrics. No method lives here."""
 
 import argparse
+import ast
 import copy
 import csv
 import ctypes
 import difflib
 import hashlib
+import inspect
 import itertools
 import json
 import logging
@@ -20,10 +22,15 @@ import subprocess
 import sys
 import time
 import uuid
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Annotated, Literal, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -33,14 +40,14 @@ import torchvision
 import tyro
 from PIL import Image, ImageOps
 from torch import nn
-from torch.utils.data import DataLoader
-from torchvision.models.resnet import BasicBlock
 from tqdm import tqdm
+
+import scenes
 
 PROTOCOL_SEED = 1200  # of the split and of the observed labels (Cole et al. 2021); never that of a run
 EVAL_BATCH = 64
-CHECK_EVERY = 50  # steps between two looks at the losses: each one waits for the device
-UNFINISHED = "UNFINISHED"  # a file that stands in a data set's folder while data_prep.py writes there
+CHECK_EVERY = 50  # steps between two checks of the losses: each one waits for the device
+UNFINISHED = "UNFINISHED"  # marker file in a data set's folder while data_prep.py writes there
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what PIL raises at damaged images
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -53,36 +60,60 @@ def die(message):
 # ---- 1. Settings
 
 
+class Limit(NamedTuple):  # the range of a setting, declared in its type, checked by parse()
+    words: str
+    holds: Callable
+
+
+Positive = Annotated[float, Limit("above 0", lambda value: value > 0)]
+NonNegative = Annotated[float, Limit("at least 0", lambda value: value >= 0)]
+Share = Annotated[float, Limit("between 0 and 1", lambda value: 0 <= value <= 1)]
+Decay = Annotated[float, Limit("at least 0 and below 1", lambda value: 0 <= value < 1)]
+Count = Annotated[int, Limit("at least 1 and below 2^31", lambda value: 1 <= value < 2**31)]
+Natural = Annotated[int, Limit("at least 0 and below 2^31", lambda value: 0 <= value < 2**31)]
+NaturalOrMinus1 = Annotated[int, Limit("at least -1 and below 2^31", lambda value: -1 <= value < 2**31)]
+
+
 @dataclass
 class Args:
     """Where and how a script runs. What a method computes with is in the method's own Args."""
 
-    dataset: str = "scenes"  # scenes, voc, voc2007, coco, nus, cub, another folder under data_root, or a path
-    data_root: str = "data"  # data sets and embeddings are here
-    out: str = "runs"  # run directories go here
-    seed: int = 0  # of weights, order and flips; split and observed labels are the same for all seeds
-    linear: bool = False  # freeze the backbone, embed every image once, train the head alone
-    init_from: str = ""  # a run (of --linear, say) whose best weights to start from
-    known_ratio: float = 0.0  # keep this share of ALL positives instead of one per image (0: one per image)
-    device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
-    workers: int = -1  # loader processes (-1: what suits the data); never changes a result
-    amp: Literal["auto", "bf16", "fp16", "off"] = "auto"  # auto: bf16 or fp16 on CUDA, off on a CPU
-    compile: bool = False  # torch.compile the model
-    tensorboard: bool = False  # write TensorBoard events too
-    resume: str = ""  # a run directory: go on where it was stopped
-    eval_only: str = ""  # a run directory: evaluate its best weights and stop
-    max_steps: int = 0  # end training after so many steps (0: don't), for smoke runs
+    dataset: str = "scenes"  # data set: scenes, voc, voc2007, coco, nus, cub, a folder of data_root, or a path
+    data_root: str = "data"  # folder of the data sets and embeddings
+    out: str = "runs"  # folder of the run directories
+    seed: Natural = 0  # seed of weights, order and flips; split and observed labels don't depend on it
+    linear: bool = False  # linear probing: frozen backbone, images embedded once, only the head is trained
+    init_from: str = ""  # run directory whose best weights are the initial ones
+    known_ratio: Share = 0.0  # share of ALL positives that is observed (0: one positive per image)
+    device: str = "auto"  # device: auto, cpu, cuda, cuda:1, ...
+    workers: NaturalOrMinus1 = -1  # loader threads (-1: automatic); no effect on results
+    amp: Literal["auto", "bf16", "fp16", "off"] = "auto"  # mixed precision (auto: bf16 or fp16 on CUDA, off on a CPU)
+    compile: bool = False  # torch.compile of the model
+    tensorboard: bool = False  # TensorBoard events beside metrics.csv
+    resume: str = ""  # run directory to resume
+    eval_only: str = ""  # run directory whose best weights are evaluated, without training
+    max_steps: Natural = 0  # number of steps after which training ends (0: no limit)
+    smoke: bool = False  # smoke test: every epoch, pseudo-label round and stage, on a few images
 
 
-# What a continued run may change, besides show_...: where it runs, not what it computes.
-RESUME_MAY_CHANGE = {"data_root", "out", "device", "workers", "tensorboard", "resume", "eval_only"}
+RESUME_MAY_CHANGE = {
+    "data_root",
+    "out",
+    "device",
+    "workers",
+    "tensorboard",
+    "resume",
+    "eval_only",
+}  # not what is computed
 
 
 def parse(args_class, presets, argv=None):
-    """Command line -> args_class. Precedence: default < presets[dataset] < command line; with --resume or
-    --eval_only the run's own settings take the place of the first two. With --known_ratio, presets["<dataset> partial"]
-    if there is one."""
+    """Command line -> args_class. Precedence: default < presets[dataset] < command line; with --resume or --eval_only
+    the run's own settings replace the first two. With --known_ratio, presets["<dataset> partial"] if there is one."""
     argv = sys.argv[1:] if argv is None else argv
+    missing = {"epochs", "batch_size", "image_size"} - {field.name for field in fields(args_class)}
+    if missing:
+        die(f"Args lacks {', '.join(sorted(missing))}, which common.py reads: put the field back")
     peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     peek.add_argument("--dataset", default=args_class.dataset)
     peek.add_argument("--known_ratio", "--known-ratio", default="0")
@@ -94,42 +125,37 @@ def parse(args_class, presets, argv=None):
     if earlier:
         start = read_run_settings(args_class, earlier)
     else:
-        partial = first.known_ratio.strip("0.") != ""  # "0.0" is none either
-        start = preset_settings(args_class, presets, first.dataset, partial)
+        start = preset_settings(args_class, presets, first.dataset, first.known_ratio.strip("0.") != "")
     about = (sys.modules[args_class.__module__].__doc__ or "").split("NOTES")[0]
     args = tyro.cli(args_class, args=argv, default=start, use_underscores=True, description=about)
-    if earlier:
-        changed = [f.name for f in fields(args) if getattr(args, f.name) != getattr(start, f.name)]
-        refused = [f"--{name}" for name in changed if name not in RESUME_MAY_CHANGE and not name.startswith("show_")]
-        if refused:
-            die(f"{earlier} keeps its own settings: leave out {', '.join(refused)}, or start a new run")
+    changed = [f.name for f in fields(args) if getattr(args, f.name) != getattr(start, f.name)]
+    refused = [f"--{name}" for name in changed if earlier and name not in RESUME_MAY_CHANGE]
+    if refused:
+        die(f"{earlier} keeps its own settings: leave out {', '.join(refused)}, or start a new run")
+    check_ranges(args)
+    return replace(args, patience=-1) if args.smoke and hasattr(args, "patience") else args  # no epoch is left out
 
-    for name, least in {
-        "epochs": 1,
-        "batch_size": 1,
-        "image_size": 1,
-        "patience": -1,
-        "max_steps": 0,
-        "seed": 0,
-    }.items():
-        if not least <= getattr(args, name) < 2**31:
-            die(f"--{name} must be at least {least} and below 2^31, not {getattr(args, name)}")
-    for name, value in vars(args).items():
-        numbers = value if isinstance(value, tuple) else (value,)
-        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
-            die(f"--{name} must be a finite number, not {value}")
-    if not args.lr > 0:
-        die(f"--lr must be above 0, not {args.lr}")
-    if not 0 <= args.known_ratio <= 1:
-        die(f"--known_ratio is a share between 0 and 1, not {args.known_ratio}")
-    return args
+
+def check_ranges(args):
+    for name, hint in get_type_hints(type(args), include_extras=True).items():
+        value = getattr(args, name)
+        hints, numbers = (get_args(hint), value) if isinstance(value, tuple) else ([hint], [value])
+        for hint, number in zip(hints, numbers):
+            if isinstance(number, float) and not math.isfinite(number):
+                die(f"--{name} must be a finite number, not {number}")
+            for limit in getattr(hint, "__metadata__", ()):
+                if isinstance(limit, Limit) and not limit.holds(number):
+                    die(f"--{name} must be {limit.words}, not {number}")
 
 
 def preset_settings(args_class, presets, dataset, partial):
     """The script's defaults, and over them its preset for the data set"""
     name = Path(dataset).name
-    preset = presets.get(name, {})
-    return args_class(dataset=dataset, **(presets.get(f"{name} partial", preset) if partial else preset))
+    preset = presets.get(f"{name} partial", presets.get(name, {})) if partial else presets.get(name, {})
+    try:
+        return args_class(dataset=dataset, **preset)
+    except TypeError as problem:
+        die(f"PRESETS of {name} doesn't fit Args: {problem}")
 
 
 def read_run_settings(args_class, run):
@@ -139,6 +165,9 @@ def read_run_settings(args_class, run):
         return replace(args_class(**settings), resume="", eval_only="")
     except (KeyError, TypeError, AttributeError) as problem:
         die(f"{run} was made by another script or version ({problem})")
+
+
+# files and processes, for all rooms
 
 
 def printable(path):
@@ -153,6 +182,79 @@ def read_json(path, otherwise):
         die(f"{otherwise} (there is no {path})")
     except (OSError, ValueError) as problem:
         die(f"{path} can't be read: {problem}")
+
+
+@contextmanager
+def replacing(path):
+    """A temporary path that replaces `path` when the block ends without an error: readers see old or new, never half."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as problem:
+        die(f"{path} can't be written ({problem}); the previous version is intact")
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path, content):
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def make_folder(path):
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+    except OSError as problem:
+        die(f"{path} can't be written: {problem}")
+
+
+def made(path):
+    """Makes a new folder; False where there is one of that name"""
+    try:
+        path.mkdir()
+        return True
+    except FileExistsError:
+        return False
+    except OSError as problem:
+        die(f"{path} can't be written: {problem}")
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def barrier():
+    if world() > 1:
+        dist.barrier()
+
+
+def broadcast(value):
+    """Rank 0's value, on every rank"""
+    values = [value]
+    if world() > 1:
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
+def gather(mine, n):
+    """Rows rank, rank + world, ... of n, padded to the same number on every rank -> all n rows, on every rank"""
+    if world() == 1:
+        return mine
+    everyone = [torch.empty_like(mine) for _ in range(world())]
+    dist.all_gather(everyone, mine)
+    return torch.stack(everyone, 1).flatten(0, 1)[:n]
+
+
+def progress(items, what, **more):
+    """A tqdm bar, on rank 0 of a terminal"""
+    hidden = rank() > 0 or not sys.stderr.isatty()
+    return tqdm(items, desc=what, leave=False, disable=hidden, dynamic_ncols=True, **more)
 
 
 # ---- 2. Data
@@ -196,7 +298,7 @@ def draw_known_positives(y, ratio, seed=PROTOCOL_SEED):
 
 
 def read_image(path, upright=False):
-    """An RGB image; `upright` turns it as the camera held it. What is transparent is white"""
+    """An RGB image; `upright` applies the camera's EXIF orientation. Transparent pixels become white"""
     with Image.open(path) as image:
         if image.mode == "F":
             raise ValueError("its pixels are fractions of an unknown range")
@@ -222,32 +324,31 @@ def hash_names(names):
 
 
 class Images:
-    """Pixels of one formatted file: from the pre-resized cache when there is one, else decoded from the files.
-
-    images[rows] -> uint8 (B, size, size, 3). What can't be read comes back as a sentence, which crosses the border of a
-    worker process better than an exception does.
-    """
+    """Pixels of one formatted file: images[rows] -> uint8 (B, size, size, 3), from the pre-resized cache where there is
+    one, else decoded from the files"""
 
     def __init__(self, folder, image_folder, part, size, upright=False):
         self.names = read_names(folder, part)
         self.image_folder, self.size, self.resample = image_folder, size, Image.Resampling.BILINEAR
-        self.upright = upright  # as the camera held it, which is not the protocol of the published data sets
+        self.upright = upright  # EXIF orientation applied, which is not the protocol of the published data sets
         self.cache = folder / f"cache_{part}_{size}.npy"
-        self.cached = self.cache.exists()
-        self.pixels = None  # the opened cache, in every process its own
-        if self.cached:
-            made_for = read_json(self.cache.with_suffix(".json"), f"{self.cache} has no description")
-            pixels = read_array(self.cache, ndim=4, mmap_mode="r")
-            fits = pixels.shape == (len(self.names), size, size, 3) and pixels.dtype == np.uint8
-            alike = made_for.get("images") == hash_names(self.names) and made_for.get("upright", False) == upright
-            if not (alike and fits):
-                die(
-                    f"{self.cache} was made for another list of images or way to turn them: delete it, or prepare again"
-                )
-            return
-        missing = self.missing()
+        self.pixels = self.open_cache() if self.cache.exists() else None
+        missing = [] if self.cached else self.missing()
         if missing:
             die(f"{len(missing)} of {len(self.names)} images are missing, first {image_folder / missing[0]}")
+
+    def open_cache(self):
+        made_for = read_json(self.cache.with_suffix(".json"), f"{self.cache} has no description")
+        pixels = read_array(self.cache, ndim=4, mmap_mode="r")
+        fits = pixels.shape == (len(self.names), self.size, self.size, 3) and pixels.dtype == np.uint8
+        same = made_for.get("images") == hash_names(self.names) and made_for.get("upright", False) == self.upright
+        if not (same and fits):
+            die(f"{self.cache} was made for another list of images or orientation: delete it, or prepare again")
+        return pixels
+
+    @property
+    def cached(self):
+        return self.pixels is not None
 
     def missing(self):
         return [name for name in self.names if not (self.image_folder / name).is_file()]
@@ -257,48 +358,23 @@ class Images:
         if self.cached and self.missing():
             return self
         other = copy.copy(self)
-        other.size, other.resample, other.cached = size, resample, False
+        other.size, other.resample, other.pixels = size, resample, None
         return other
 
     def __len__(self):
         return len(self.names)
 
-    def __getstate__(self):
-        return {**self.__dict__, "pixels": None}
-
     def __getitem__(self, rows):
         if self.cached:
-            if self.pixels is None:
-                self.pixels = np.load(self.cache, mmap_mode="r", allow_pickle=False)
-            return torch.from_numpy(self.pixels[rows])
+            return self.pixels[rows]
         batch = np.empty((len(rows), self.size, self.size, 3), dtype=np.uint8)
         for i, row in enumerate(rows):
             path = self.image_folder / self.names[row]
             try:
                 batch[i] = decode(path, self.size, self.resample, self.upright)
             except UNREADABLE as problem:
-                return f"{path} can't be read: {problem}"
-        return torch.from_numpy(batch)
-
-
-class Views:
-    """images[rows] beside a second, random view of each: uint8 (B, 2, size, size, 3). The view of an image is drawn
-    from (seed, epoch, row), in whatever process."""
-
-    def __init__(self, images, view, seed, epoch):
-        self.images, self.view, self.seed, self.epoch = images, view, seed, epoch
-
-    def __getitem__(self, rows):
-        batch = self.images[rows]
-        if isinstance(batch, str):
-            return batch
-        with torch.random.fork_rng(devices=[]):
-            views = []
-            for row, pixels in zip(rows, batch):
-                state = np.random.SeedSequence([self.seed, self.epoch, int(row)]).generate_state(1, np.uint64)
-                torch.default_generator.manual_seed(int(state[0]) >> 1)  # torch.manual_seed would seed the GPUs too
-                views.append(self.view(pixels))
-        return torch.stack([batch, torch.stack(views)], 1)
+                die(f"{path} can't be read: {problem}")
+        return batch
 
 
 @dataclass
@@ -315,6 +391,11 @@ class Split:
     def true(self, idx):
         """Full labels of these images, None where nobody knows them"""
         return None if self.y is None else self.y[idx]
+
+    def first(self, n):
+        """The split's first n images"""
+        cut = lambda labels: None if labels is None else labels[:n]
+        return replace(self, rows=self.rows[:n], y=cut(self.y), z=cut(self.z))
 
     def fingerprint(self):
         """Changes when the list of images does, or a file behind it."""
@@ -368,13 +449,15 @@ def load(args, device="cpu"):
     if "train" in y and "valid" not in y:
         train_rows, val_rows = split_indices(len(images["train"]))
         if not len(val_rows):
-            die(f"{folder} has only {len(images['train'])} training images: to set some aside takes three or more")
+            die(f"{folder} has only {len(images['train'])} training images: a validation split needs three or more")
         val = split("train", val_rows)
     else:  # your own images: validation has a file of its own, or there is none
         train_rows = everything["train"]
         val = split("valid", everything["valid"]) if "valid" in y else None
     train = split("train", train_rows, z=torch.from_numpy(z[train_rows]).to(device))
     test = split("val", everything["val"]) if "val" in y else None
+    if args.smoke:  # two batches and a short one
+        train, val, test = train.first(2 * args.batch_size + 3), val and val.first(16), test and test.first(16)
     return Data(classes, train, val, test)
 
 
@@ -385,11 +468,9 @@ def nameless(n):
 def find_dataset(args):
     folder = Path(args.dataset) if os.sep in args.dataset else Path(args.data_root) / args.dataset
     if args.dataset == "scenes":
-        import data_prep  # only here: the other data sets are prepared before
-
         if rank() == 0:
-            data_prep.make_scenes(folder)
-        wait_for_all()
+            scenes.make(folder)
+        barrier()
     if (folder / UNFINISHED).exists():
         die(f"{folder} is only half prepared: run the same data_prep.py command again")
     if not (folder / "formatted_train_images.npy").exists():
@@ -417,7 +498,7 @@ def observed_labels(args, folder, n, y):
     if len(crowded):
         die(
             f"{path} has {len(crowded)} rows with more than one observed positive (first: row {crowded[0]}); delete it "
-            "to draw one per image, or say --known_ratio to keep a share of all positives"
+            "to draw one per image, or keep a share of all positives with --known_ratio"
         )
     if len(false):
         die(f"{path} observes labels that formatted_train_labels.npy calls negative (first: row {false[0]})")
@@ -450,6 +531,66 @@ def read_labels(path, n):
     return labels.astype(np.uint8)
 
 
+def in_batches(rows, size=None):
+    size = size or EVAL_BATCH
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def as_pixels(batch):
+    """uint8 (..., H, W, 3) -> float (..., 3, H, W) in 0..1"""
+    return batch.movedim(-1, -3).float() / 255
+
+
+class Loader:
+    """Reads batches ahead in threads and brings them to the device. One serves a whole run, and nothing that it yields
+    depends on the number of its threads. `before_batch` is called in the main thread before each one."""
+
+    def __init__(self, args, device, before_batch=lambda: None):
+        self.device, self.before_batch, self.automatic = device, before_batch, args.workers < 0
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes of this machine, under torchrun
+        self.threads = max(1, min(8, cores // here)) if self.automatic else args.workers
+        self.pool = ThreadPoolExecutor(self.threads) if self.threads else None
+
+    def read(self, fetch, items, cheap=False):
+        """fetch(item), an array, of every item in order -> tensors on the device. What is `cheap` to fetch doesn't need
+        threads on a CPU."""
+        cuda, items, waiting = self.device.type == "cuda", iter(items), deque()
+        threads = 0 if cheap and self.automatic and not cuda else self.threads
+
+        def ready(item):
+            batch = torch.from_numpy(fetch(item))
+            return batch.pin_memory() if cuda else batch  # only pinned memory is copied in the background
+
+        def submit(n):
+            waiting.extend(self.pool.submit(ready, item) for item in itertools.islice(items, n))
+
+        try:
+            submit(2 * threads)
+            while waiting:
+                batch = waiting.popleft().result()
+                submit(1)
+                self.before_batch()
+                yield batch.to(self.device, non_blocking=True)
+            for item in items:  # without threads
+                self.before_batch()
+                yield ready(item).to(self.device, non_blocking=True)
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    def pixels(self, split, batches, augment=None):
+        """Images of a split, float (B, 3, H, W) in 0..1, channels last; `batches` are arrays of its rows. `augment` maps
+        an image, uint8 (H, W, 3), and its row in the file to one or more views, which become dimensions after B."""
+
+        def fetch(idx):
+            rows = split.rows[idx]
+            pixels = split.images[rows]
+            return np.stack([augment(image, row) for image, row in zip(pixels, rows)]) if augment else pixels
+
+        return map(as_pixels, self.read(fetch, batches, cheap=split.images.cached and not augment))
+
+
 # ---- 3. Model
 
 
@@ -472,6 +613,11 @@ class Classifier(nn.Module):
             return self.head(features.float())
 
 
+def full_precision(logits):
+    """float32, or better if it is: what a loss computes in, whatever autocast gives it"""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 def make_body(args):
     """--backbone and --weights -> (module: normalised pixels -> (B, D), D, mean, std)"""
     name, fresh = args.backbone, not start_from(args)
@@ -480,7 +626,7 @@ def make_body(args):
     if name == "resnet_small":
         if pretrained:
             die("resnet_small has no ImageNet weights: add --weights none")
-        net, width, head = small_resnet(), 128, ()
+        net, width, head = scenes.small_resnet(), 128, ()
     elif name in torchvision.models.list_models(include=["resnet*", "resnext*", "wide_resnet*"]):
         version = "IMAGENET1K_V1" if pretrained else None  # V2 moves results by more than a point
         net = from_hub(name, lambda: torchvision.models.get_model(name, weights=version))
@@ -492,18 +638,6 @@ def make_body(args):
     if fresh and args.weights not in ("imagenet", "none"):
         load_body(net, args.weights, head)
     return net, width, mean, std
-
-
-def small_resnet(width=32):
-    """A ResNet-10 for 64-pixel images on a laptop: 3x3 stem, two stages of two blocks, a map of 8 x 8."""
-
-    def stage(before, after):
-        shortcut = nn.Sequential(nn.Conv2d(before, after, 1, 2, bias=False), nn.BatchNorm2d(after))
-        return nn.Sequential(BasicBlock(before, after, 2, shortcut), BasicBlock(after, after))
-
-    stem = nn.Sequential(nn.Conv2d(3, width, 3, 2, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
-    stages = stage(width, 2 * width), stage(2 * width, 4 * width)
-    return nn.Sequential(stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
 def make_timm(name, pretrained, image_size):
@@ -531,8 +665,8 @@ def from_hub(name, make):
         return make()
     except (OSError, RuntimeError) as problem:
         die(
-            f"the pretrained weights of {name} can't be had ({type(problem).__name__}): download them where there is "
-            "internet and pass --weights FILE, or start from nothing with --weights none"
+            f"the pretrained weights of {name} can't be downloaded ({type(problem).__name__}): download them where there "
+            "is internet and pass --weights FILE, or train from scratch with --weights none"
         )
 
 
@@ -541,16 +675,15 @@ def load_body(net, path, head):
     state = read_state(path)
     state = next((state[key] for key in ("state_dict", "model") if isinstance(state.get(key), dict)), state)
     of_a_run = {key[len("body.") :]: value for key, value in state.items() if key.startswith("body.")}
-    state = of_a_run or state
-    state = {key: value for key, value in state.items() if not key.startswith(head)}
-    own = {key: value for key, value in net.state_dict().items() if not key.endswith("num_batches_tracked")}
+    state = {key: value for key, value in (of_a_run or state).items() if not key.startswith(head)}
+    own, counters = net.state_dict(), "num_batches_tracked"
     problems = {
-        "missing": [key for key in own if key not in state],
-        "unknown": [key for key in state if key not in net.state_dict()],
+        "missing": [key for key in own if key not in state and not key.endswith(counters)],
+        "unknown": [key for key in state if key not in own],
         "of another shape": [key for key in own if key in state and state[key].shape != own[key].shape],
     }
-    if any(problems.values()):
-        listed = "; ".join(f"{len(keys)} {what}: {', '.join(keys[:20])}" for what, keys in problems.items() if keys)
+    listed = "; ".join(f"{len(keys)} {what}: {', '.join(keys[:20])}" for what, keys in problems.items() if keys)
+    if listed:
         die(f"{path} doesn't fit the backbone ({listed})")
     net.load_state_dict(state, strict=False)
 
@@ -570,7 +703,7 @@ def read_state(path):
 
 
 def start_from(args):
-    """The checkpoint whose weights are the model's first, before or instead of --weights"""
+    """The checkpoint that the model starts from, before or instead of --weights"""
     last = Path(args.resume) / "last.pt"
     if args.resume and last.exists():
         return last
@@ -590,6 +723,22 @@ def load_weights(model, path, classes=None):
         was, now = next((a, b) for a, b in zip(trained, classes) if a != b)
         die(f"{path} was trained for other classes than the data set has now, or in another order: {was} is now {now}")
     model.load_state_dict(state)
+    return checkpoint
+
+
+@torch.no_grad()
+def probe(model, size):
+    """Logits of two made-up images, kept beside the weights: a model that is built again must give the same"""
+    x = torch.rand(2, 3, 5, 5, generator=torch.Generator().manual_seed(0))
+    x = F.interpolate(x, (size, size), mode="bilinear").to(next(model.parameters()).device)
+    return model.eval().forward(x).float().cpu()  # forward: not what --compile made of it
+
+
+def check_probe(model, size, checkpoint, path):
+    """Refuses a model whose code computes something else than what was trained"""
+    expected = checkpoint.get("probe")
+    if expected is not None and not torch.allclose(probe(model, size), expected, rtol=0.02, atol=0.05):
+        die(f"the model's code has changed since {path} was trained: with the same weights it gives other logits")
 
 
 def hash_weights(module):
@@ -600,7 +749,69 @@ def hash_weights(module):
     return digest.hexdigest()
 
 
-# ---- 4. CLIP
+# ---- 4. CLIP and the embedding cache
+
+
+class EmbeddingCache:
+    """What a frozen network makes of images or texts, computed once and kept under <data_root>/embeddings"""
+
+    def __init__(self, data_root, loader):
+        self.folder, self.loader, self.seconds = Path(data_root) / "embeddings", loader, 0.0
+
+    def images(self, encode, split, key, what):
+        """encode(x) of every image of a split -> float32 (N, D)"""
+        key = {**key, "pixels": (split.images.size, split.images.resample), "images": split.fingerprint()}
+        return self.rows(lambda batches: map(encode, self.loader.pixels(split, batches)), len(split), key, what, "img")
+
+    @torch.no_grad()
+    def rows(self, encode, n, key, what, unit):
+        """encode(batches of row numbers) -> batches of rows. All n rows -> float32 (n, D), memory-mapped.
+
+        The folder's name is a hash of `key`, which holds all that decides the values. Chunks are files of their own: a
+        killed run leaves whole ones, ranks share them out, and concurrent runs do no harm.
+        """
+        key = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+        folder = self.folder / key
+        whole, size = folder / "all.npy", 8 * EVAL_BATCH
+        if not broadcast(whole.exists()):
+            make_folder(folder)
+            starts = range(0, n, size)
+            parts = {folder / f"{at:09d}-{size}.npy": in_batches(np.arange(at, min(at + size, n))) for at in starts}
+            mine = {part: parts[part] for part in list(parts)[rank() :: world()] if not part.exists()}
+            batches = [idx for part in mine.values() for idx in part]
+            total, started = sum(map(len, batches)), time.perf_counter()
+            with progress(None, f"embedding {what}", unit=unit, total=total) as bar:
+                encoded = encode(batches)
+                for part in mine:
+                    embedded = []
+                    for rows in itertools.islice(encoded, len(mine[part])):
+                        embedded.append(rows.float().cpu())
+                        bar.update(len(rows))
+                    with replacing(part) as temporary, open(temporary, "wb") as file:
+                        np.save(file, torch.cat(embedded).numpy())
+            if rank() == 0 and total:
+                seconds = time.perf_counter() - started
+                print(f"embedded {what}: {total} in {seconds:.1f} s, {total / seconds:.0f} {unit}/s", flush=True)
+                self.seconds += seconds
+            barrier()
+            if rank() == 0:
+                join_parts(list(parts), whole)
+        barrier()
+        return np.load(whole, mmap_mode="r", allow_pickle=False)
+
+
+def join_parts(parts, whole):
+    """Chunks of an embedding -> one file. Another process may do the same at the same time."""
+    try:
+        arrays = [np.load(part, mmap_mode="r", allow_pickle=False) for part in parts]
+        with replacing(whole) as temporary:
+            shape = sum(map(len, arrays)), arrays[0].shape[1]
+            np.concatenate(arrays, out=np.lib.format.open_memmap(temporary, "w+", np.float32, shape))
+    except FileNotFoundError:
+        if not whole.exists():  # else the other one was first, and has tidied up
+            raise
+    for part in parts:
+        part.unlink(missing_ok=True)
 
 
 class Clip:
@@ -609,16 +820,21 @@ class Clip:
     def __init__(self, args, device):
         name = args.clip_model
         if name == "scenes":
-            name = f"local-dir:{make_scenes_clip(args)}"
+            folder = Path(args.data_root) / "scenes_clip"
+            if rank() == 0:
+                scenes.make_clip(folder)
+            barrier()
+            name = f"local-dir:{folder}"
         self.device, self.dtype = device, torch.float16 if device.type == "cuda" else torch.float32
-        with torch.random.fork_rng(devices=[]):  # what comes after starts as it does without a CLIP
-            self.net, self.tokenizer, shape = load_open_clip(name, args.clip_pretrained, self.dtype)
-        looks = self.net.visual.preprocess_cfg
-        self.key = {"clip": shape, "weights": hash_weights(self.net), "looks": looks, "dtype": str(self.dtype)}
+        with torch.random.fork_rng(devices=[]):  # the global generator stays as it is without a CLIP
+            self.net, self.tokenizer, config = load_open_clip(name, args.clip_pretrained, self.dtype)
+        preprocess = self.net.visual.preprocess_cfg
+        self.key = {"clip": config, "weights": hash_weights(self.net), "preprocess": preprocess}
+        self.key |= {"dtype": str(self.dtype)}
         self.net.to(device).eval().requires_grad_(False)
-        self.mean, self.std = (torch.tensor(looks[what], device=device).view(3, 1, 1) for what in ("mean", "std"))
-        self.size = int(np.max(looks["size"]))
-        self.resample = getattr(Image.Resampling, looks["interpolation"].upper(), Image.Resampling.BICUBIC)
+        self.mean, self.std = (torch.tensor(preprocess[what], device=device).view(3, 1, 1) for what in ("mean", "std"))
+        self.size = int(np.max(preprocess["size"]))
+        self.resample = getattr(Image.Resampling, preprocess["interpolation"].upper(), Image.Resampling.BICUBIC)
 
     @torch.inference_mode()
     def encode_image(self, x):
@@ -633,6 +849,20 @@ class Clip:
         """-> (N, D), as CLIP gives them: not unit vectors"""
         with torch.autocast(self.device.type, enabled=False):
             return self.net.encode_text(tokens.to(self.device)).float()
+
+    def embed_images(self, split, what, cache):
+        """Unit vectors of a split's images, whatever --image_size is -> float32 (N, D)"""
+        split = replace(split, images=split.images.from_files(self.size, self.resample))
+        return cache.images(self.encode_image, split, self.key, f"{what} with CLIP")
+
+    def embed_texts(self, texts, cache):
+        """Embeddings of texts -> float32 (N, D), not unit vectors"""
+        tokens = self.tokenizer(texts)
+        for i, j in itertools.combinations(range(len(texts)), 2):
+            if torch.equal(tokens[i], tokens[j]):
+                die(f"CLIP can't tell {texts[i]!r} from {texts[j]!r}: it reads no more than {tokens.shape[1]} tokens")
+        encode = lambda batches: (self.encode_text(tokens[idx]) for idx in batches)
+        return cache.rows(encode, len(texts), {**self.key, "tokens": tokens.tolist()}, "texts", "text")
 
 
 def squash(x, size):
@@ -677,17 +907,6 @@ def load_open_clip(name, pretrained, dtype):
         logging.disable(logging.NOTSET)
 
 
-def make_scenes_clip(args):
-    """The folder of the small CLIP that belongs to the data set scenes, trained where there is none yet"""
-    import data_prep
-
-    folder = Path(args.data_root) / "scenes_clip"
-    if rank() == 0:
-        data_prep.make_scenes_clip(folder)
-    wait_for_all()
-    return folder
-
-
 COMPOUNDS = {"diningtable": "dining table", "pottedplant": "potted plant", "tvmonitor": "tv monitor"}  # of VOC
 
 
@@ -710,88 +929,17 @@ def phrase(name):
 # ---- 5. Run
 
 
-def rank():
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def world():
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def wait_for_all():
-    if world() > 1:
-        dist.barrier()
-
-
-@contextmanager
-def replacing(path):
-    """A temporary path that takes the place of `path` when the block ends well: readers see old or new, never half."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as problem:
-        die(f"{path} can't be written ({problem}); what was there before is intact")
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_json(path, content):
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def make_folder(path):
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        die(f"{path} can't be written: {problem}")
-
-
-def agreed(answer):
-    """Rank 0's answer, on every rank"""
-    answers = [answer]
-    if world() > 1:
-        dist.broadcast_object_list(answers)
-    return answers[0]
-
-
-def gather(mine, n):
-    """Rows rank, rank + world, ... of n, padded to the same number on every rank -> all n rows, on every rank"""
-    if world() == 1:
-        return mine
-    everyone = [torch.empty_like(mine) for _ in range(world())]
-    dist.all_gather(everyone, mine)
-    return torch.stack(everyone, 1).flatten(0, 1)[:n]
-
-
-def in_batches(rows, size=None):
-    size = size or EVAL_BATCH
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
-
-
 def unwrap(thing):
     return thing.module if isinstance(thing, nn.parallel.DistributedDataParallel) else thing
 
 
-def import_tensorboard():
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        die("--tensorboard needs one more package: pip install tensorboard")
-    return SummaryWriter
-
-
 def find_device(name):
     """--device -> torch.device"""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(name)
-    except RuntimeError as problem:
-        die(f"--device {name}: {str(problem).splitlines()[0]}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        die(f"--device {name}: torch sees no CUDA device here; use --device cpu")
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else torch.device(name)
+        torch.empty(0, device=device)  # is it there?
+    except (RuntimeError, AssertionError, NotImplementedError) as problem:
+        die(f"--device {name}: {str(problem).splitlines()[0]}; try --device cpu")
     if device.type not in ("cpu", "cuda"):
         die(f"--device {name}: only cpu and cuda are known here")
     if device.type == "cpu":
@@ -809,60 +957,95 @@ def keep_freed_memory():
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def ignore_ctrl_c(_):
-    """Of the processes that Ctrl-C reaches, only the main one speaks."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def join_processes(name):
+    """Joins the other processes under torchrun; -> this process's device"""
+    if dist.is_torchelastic_launched() and "cuda" in (name := str(find_device(name))):
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
+    device = find_device(name)
+    if dist.is_torchelastic_launched() and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high")
+    return device
+
+
+def choose_precision(amp, device):
+    """--amp -> the dtype of autocast, None for full precision"""
+    if amp == "auto" and device.type == "cuda":
+        amp = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    if amp == "fp16" and device.type != "cuda":
+        die("--amp fp16 needs CUDA: on a CPU use bf16 or off")
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(amp)
+
+
+def git_commit(folder):
+    """The commit of the working tree that holds the script, with -dirty for a dirty one; "" where there is none"""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git on this machine
+        return ""
+
+
+def check_state(state):
+    """A bare tensor is refused: rebound by the script it would silently drop out of the checkpoint"""
+    for name, thing in state.items():
+        if not isinstance(thing, SimpleNamespace) and not hasattr(thing, "load_state_dict"):
+            die(
+                f"run.epochs can't save {name}, a {type(thing).__name__}: put it into a namespace, for instance "
+                f"labels = types.SimpleNamespace({name}={name}), use labels.{name}, and pass labels=labels"
+            )
+        for key, value in vars(thing).items() if isinstance(thing, SimpleNamespace) else ():
+            if not isinstance(value, torch.Tensor | int | float | str | None):
+                die(f"run.epochs can't save {name}.{key}, a {type(value).__name__}: make it a tensor or a number")
+    return state
+
+
+def restore_namespace(space, saved, name):
+    """In place where the shape is the same, for an optimizer may hold the tensor; else rebound to what was saved"""
+    vars(space).update({key: value for key, value in saved.items() if not torch.is_tensor(value)})
+    for key, value in ((key, value) for key, value in saved.items() if torch.is_tensor(value)):
+        now = getattr(space, key, value)
+        if (now.shape, now.dtype) == (value.shape, value.dtype):
+            now.detach().copy_(value)
+        elif now.requires_grad:
+            die(f"{name}.{key} is {tuple(value.shape)} in the checkpoint and {tuple(now.shape)} in the script")
+        else:
+            setattr(space, key, value.to(now.device))
 
 
 class Run:
     """The plumbing around a script's loop: device, precision, processes, directory, log, checkpoints, evaluation."""
 
-    stopping = False  # by Ctrl-C
-    embedding_seconds = 0.0  # of what was not on the disk yet
-
-    def __init__(self, args, script, stages=1):
-        self.args, self.script, self.method = args, script, Path(script).stem
-        self.stages, self.stage, self.stage_began, self.past = stages, 1, 1, []  # each is up to args.epochs long
-        self.device = self.join_processes(args.device)
-        self.dtype = self.choose_precision(args.amp)
+    def __init__(self, args, script):
+        self.args, self.script, self.method = args, Path(script), Path(script).stem
+        self.device = join_processes(args.device)
+        self.dtype = choose_precision(args.amp, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         if args.batch_size < world():
             die(f"--batch_size {args.batch_size} can't be shared by {world()} processes")
-        self.epoch, self.steps, self.finished = 0, 0, False
-        self.rows, self.best = [], {"epoch": 0, "val_mAP": -1.0}  # a row of metrics per epoch
-        self.directory, self.facts = None, {}
-        self.SummaryWriter = import_tensorboard() if args.tensorboard else None
-        signal.signal(signal.SIGINT, self.interrupted)
+        self.loader = Loader(args, self.device, before_batch=self.stop_if_interrupted)
+        self.cache = EmbeddingCache(args.data_root, self.loader)
+        self.data = self.directory = self.board = None  # from prepare() on
+        self.in_model = set()  # ids of the weights that DDP takes care of
+        self.state, self.summaries, self.interrupted = {}, {}, False
+        self.epoch, self.last_epoch, self.steps = 0, args.epochs, 0
+        self.rows, self.earlier = [], []  # a row of metrics per epoch; results of the stages before the last
+        self.best = {"epoch": 0, "val_mAP": -1.0}
+        self.began = self.training_began = 0.0  # this epoch
+        self.seen, self.logged, self.counts, self.unchecked = 0, {}, [], []
+        self.idx, self.weight, self.batch = None, 1.0, 0  # this batch
+        if args.tensorboard and not find_spec("tensorboard"):
+            die("--tensorboard needs one more package: pip install tensorboard")
+        signal.signal(signal.SIGINT, self.interrupt)
         torch.manual_seed(args.seed)
-
-    # -- where it runs
-
-    def join_processes(self, name):
-        """Joins the other processes under torchrun; -> this process's device"""
-        device = find_device(name)
-        if dist.is_torchelastic_launched() and not dist.is_initialized():
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if world() > 1 else device.index or 0)
-            if device.index >= torch.cuda.device_count():
-                die(f"--device {device}: there are only {torch.cuda.device_count()} CUDA devices here")
-            torch.cuda.set_device(device)
-            torch.backends.cudnn.benchmark = True
-            torch.set_float32_matmul_precision("high")
-        return device
-
-    def choose_precision(self, amp):
-        """--amp -> the dtype of autocast, None for full precision"""
-        if amp == "auto" and self.device.type != "cuda":
-            amp = "off"
-        elif amp == "auto":
-            amp = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-        if amp == "fp16" and self.device.type != "cuda":
-            die("--amp fp16 needs CUDA: on a CPU use bf16 or off")
-        return {"bf16": torch.bfloat16, "fp16": torch.float16, "off": None}[amp]
 
     def autocast(self):
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None)
+
+    # -- directory
 
     def open_directory(self):
         """The directory of --resume or --eval_only, or a new one: <out>/<dataset>-<method>-s<seed>-<time>"""
@@ -875,36 +1058,23 @@ class Run:
             if args.resume and config["processes"] != world() and rank() == 0:
                 print(f"note: begun with {config['processes']} processes; with {world()} the numbers differ a little")
             return directory
-        directory = None
+        directory = Path()
         if rank() == 0:
-            make_folder(Path(args.out))
-            while directory is None:
-                stamp = f"{Path(args.dataset).name}-{self.method}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-                try:
-                    os.mkdir(Path(args.out) / stamp)
-                    directory = Path(args.out) / stamp
-                except FileExistsError:
-                    time.sleep(0.2)  # another run started in this second
-                except OSError as problem:
-                    die(f"--out {args.out} can't be written: {problem}")
+            stamp = f"{Path(args.dataset).name}-{self.method}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+            endings = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))  # of runs that start in one second
+            paths = (make_folder(Path(args.out)) / (stamp + ending) for ending in endings)
+            directory = next(path for path in paths if made(path))
             self.describe(directory)
-        return agreed(directory)
+        return broadcast(directory)
 
     def describe(self, directory):
-        def git(*words):
-            command = ["git", "-C", str(Path(self.script).resolve().parent), *words]
-            try:
-                return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-            except OSError:  # no git on this machine
-                return ""
-
         shutil.copy(self.script, directory / "script.py")
         config = {
             "method": self.method,
             "settings": asdict(self.args),
             "command": shlex.join(["python", *sys.argv]),
-            "began_in": os.getcwd(),
-            "commit": git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "-uno") else ""),
+            "working_directory": os.getcwd(),
+            "commit": git_commit(self.script.resolve().parent),
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
             "processes": world(),
@@ -912,171 +1082,138 @@ class Run:
         write_json(directory / "config.json", config)
         print(f"{directory}: {self.args.dataset}, {self.device}, amp {self.dtype or 'off'}", flush=True)
 
-    def interrupted(self, *_):
+    def interrupt(self, *_):
         """Ctrl-C: stops at the next batch, where nothing is half-done; a second one stops at once."""
         if not self.directory:  # nothing has begun
             sys.exit(130)
-        self.stopping = True
+        self.interrupted = True
         signal.signal(signal.SIGINT, signal.SIG_IGN if world() > 1 else signal.default_int_handler)
 
-    def stop(self):
+    def stop_if_interrupted(self):
+        if not self.interrupted:
+            return
         if rank() == 0 and not self.args.eval_only:
             start = "python" if world() == 1 else "torchrun ..."
-            print(f"\nstopped; go on with: {start} {sys.argv[0]} --resume {self.directory}", file=sys.stderr)
+            print(f"\nstopped; resume with: {start} {sys.argv[0]} --resume {self.directory}", file=sys.stderr)
         sys.exit(130)
 
-    def progress(self, items, what, **more):
-        hidden = rank() > 0 or not sys.stderr.isatty()
-        return tqdm(items, desc=what, leave=False, disable=hidden, dynamic_ncols=True, **more)
+    # -- model
 
-    # -- model and batches
-
-    def prepare(self, model, data, unused=False):
-        """The model on its device, ready to train; with --linear also the data, embedded by its frozen backbone.
-        `unused` says that some weights take no part in some steps."""
+    def prepare(self, model, data, find_unused_parameters=False):
+        """The model on its device, ready to train; with --linear also the data, embedded by its frozen backbone"""
         self.data = data
+        self.check_model(type(model))
         if not data.val and rank() == 0:
             print("no fully labelled validation images: the last epoch is kept, what needs true labels is left blank")
-        if start_from(self.args):
-            load_weights(model, start_from(self.args), data.classes)
+        start = start_from(self.args)
+        if start:
+            checkpoint = load_weights(model, start, data.classes)
+            if not self.args.init_from or self.args.eval_only:
+                check_probe(model, self.args.image_size, checkpoint, start)
         self.directory = self.open_directory()  # only now: what is wrong with flags, data or weights leaves none behind
-        self.board = self.SummaryWriter(self.directory) if self.SummaryWriter and rank() == 0 else None
+        if self.args.tensorboard and rank() == 0:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(self.directory)
         model = model.to(self.device, memory_format=torch.channels_last)
         if self.args.linear:
             self.embed_features(model, data)
         if self.args.compile:
             model.compile()
+        self.in_model = {id(weight) for weight in model.parameters()}
         if world() == 1:
             return model
         devices = [self.device] if self.device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(model, device_ids=devices, find_unused_parameters=unused)
+        more = {"find_unused_parameters": find_unused_parameters}
+        return nn.parallel.DistributedDataParallel(model, device_ids=devices, **more)
+
+    def check_model(self, kind):
+        """predict.py builds the model again, of its class in script.py, an imported module or here"""
+        try:
+            inspect.signature(kind).bind(self.args, len(self.data.classes))
+            top_level = [
+                node.name for node in ast.parse(self.script.read_text()).body if isinstance(node, ast.ClassDef)
+            ]
+            known = kind.__module__ != "__main__" or kind.__qualname__ in top_level
+        except TypeError:
+            known = False
+        if not known:
+            die(
+                f"predict.py could not build the model again: its class {kind.__name__} must stand at the top level of "
+                f"{self.script.name} and take (args, num_classes)"
+            )
 
     def embed_features(self, model, data):
         model.eval().body.requires_grad_(False)
         key = {"backbone": self.args.backbone, "weights": hash_weights(model.body), "size": self.args.image_size}
         key |= {"mean": model.mean.flatten().tolist(), "std": model.std.flatten().tolist(), "amp": str(self.dtype)}
-        flipped = self.embed(lambda x: model.features(x.flip(3)), data.train, {**key, "flip": True}, "train, flipped")
+
+        def features(x):
+            with self.autocast():
+                return model.features(x)
+
+        flipped_key = {**key, "flip": True}
+        flipped = self.cache.images(lambda x: features(x.flip(3)), data.train, flipped_key, "train, flipped")
         for name, split in data.splits().items():
-            split.features = (self.embed(model.features, split, key, name), flipped)
+            split.features = (self.cache.images(features, split, key, name), flipped)
 
-    def embed(self, encode, split, key, what):
-        """encode(x) of every image of a split, from the disk if it was computed before -> float32 (N, D)"""
-        key = {**key, "pixels": (split.images.size, split.images.resample), "images": split.fingerprint()}
-        return self.once(lambda batches: map(encode, self.pixels(split, batches)), len(split), key, what, "img")
+    # -- steps
 
-    def embed_images(self, clip, split, what):
-        """CLIP's unit vectors of a split's images, whatever --image_size is -> float32 (N, D)"""
-        split = replace(split, images=split.images.from_files(clip.size, clip.resample))
-        return self.embed(clip.encode_image, split, clip.key, f"{what} with CLIP")
-
-    def embed_texts(self, clip, texts):
-        """CLIP's embeddings of texts -> float32 (N, D), not unit vectors"""
-        tokens = clip.tokenizer(texts)
-        for i, j in itertools.combinations(range(len(texts)), 2):
-            if torch.equal(tokens[i], tokens[j]):
-                die(f"CLIP can't tell {texts[i]!r} from {texts[j]!r}: it reads no more than {tokens.shape[1]} tokens")
-        encode = lambda batches: (clip.encode_text(tokens[idx]) for idx in batches)
-        return self.once(encode, len(texts), {**clip.key, "tokens": tokens.tolist()}, "texts", "text")
-
-    @torch.no_grad()
-    def once(self, encode, n, key, what, unit):
-        """encode(batches of row numbers) -> batches of rows. All n rows, kept on disk -> float32 (n, D), memory-mapped.
-
-        The folder's name is a hash of `key`, which holds all that decides the values. Chunks are files of their own: a
-        killed run leaves whole ones, ranks share them out, and processes that start at once do no harm.
-        """
-        key = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-        folder = Path(self.args.data_root) / "embeddings" / key
-        whole, size = folder / "all.npy", 8 * EVAL_BATCH
-        if not agreed(whole.exists()):
-            make_folder(folder)
-            starts = range(0, n, size)
-            parts = {folder / f"{at:09d}-{size}.npy": in_batches(np.arange(at, min(at + size, n))) for at in starts}
-            mine = {part: parts[part] for part in list(parts)[rank() :: world()] if not part.exists()}
-            batches = [idx for part in mine.values() for idx in part]
-            total, started = sum(map(len, batches)), time.perf_counter()
-            with self.progress(None, f"embedding {what}", unit=unit, total=total) as bar, self.autocast():
-                encoded = encode(batches)
-                for part in mine:
-                    embedded = []
-                    for rows in itertools.islice(encoded, len(mine[part])):
-                        embedded.append(rows.float().cpu())
-                        bar.update(len(rows))
-                    with replacing(part) as temporary, open(temporary, "wb") as file:
-                        np.save(file, torch.cat(embedded).numpy())
-            if rank() == 0 and total:
-                seconds = time.perf_counter() - started
-                print(f"embedded {what}: {total} in {seconds:.1f} s, {total / seconds:.0f} {unit}/s", flush=True)
-                self.embedding_seconds += seconds
-            wait_for_all()
-            if rank() == 0:
-                join_parts(list(parts), whole)
-        wait_for_all()
-        return np.load(whole, mmap_mode="r", allow_pickle=False)
-
-    def pixels(self, split, batches, view=None):
-        """Batches of a split's images on the device: float (B, 3, H, W) in 0..1, channels last. `batches` are arrays of
-        rows of the split, read ahead by worker processes. With `view`, (B, 2, 3, H, W): each beside its view."""
-        cuda, workers = self.device.type == "cuda", self.args.workers
-        if workers < 0:
-            workers = (2 if cuda else 0) if split.images.cached and not view else min(8, os.cpu_count() or 1)
-        more = {"num_workers": workers, "pin_memory": cuda, "worker_init_fn": ignore_ctrl_c}
-        images = Views(split.images, view, self.args.seed, self.epoch) if view else split.images
-        for batch in DataLoader(images, sampler=[split.rows[idx] for idx in batches], batch_size=None, **more):
-            if self.stopping:
-                self.stop()
-            if isinstance(batch, str):
-                die(batch)
-            yield batch.to(self.device, non_blocking=True).movedim(-1, -3).float() / 255
-
-    def inputs(self, split, batches, flips=None, view=None):
-        """What the model takes: pixels, flipped where `flips` says so; with --linear their features (B, D)."""
+    def inputs(self, split, batches, flips=None, augment=None):
+        """What the model takes: pixels or, with --linear, features (B, D), those of the flipped images where `flips`"""
+        if not split.features:
+            return self.loader.pixels(split, batches, augment)
+        plain, flipped = split.features
         flips = flips or [None] * len(batches)
-        if split.features:
-            plain, mirrored = split.features
-            for idx, flip in zip(batches, flips):
-                rows = plain[idx] if flip is None else np.where(flip[:, None], mirrored[idx], plain[idx])
-                if self.stopping:
-                    self.stop()
-                yield torch.from_numpy(rows).to(self.device, non_blocking=True)
-            return
-        for x, flip in zip(self.pixels(split, batches, view), flips):
-            if flip is not None:
-                flip = torch.from_numpy(flip).to(self.device, non_blocking=True)
-                x = torch.where(flip.view(-1, *[1] * (x.ndim - 1)), x.flip(-1), x)
-            yield x
+        fetch = lambda idx, flip: plain[idx] if flip is None else np.where(flip[:, None], flipped[idx], plain[idx])
+        return self.loader.read(lambda item: fetch(*item), zip(batches, flips), cheap=True)
 
-    def batches(self, split, least=1, view=None):
-        """One epoch of (x, z, idx), this process's share of every batch; order and flips come from (seed, epoch). A
-        last batch of which a process would get fewer than `least` images is left out. With `view`, a random function
-        of one image's uint8 pixels, x is (B, 2, 3, H, W): every image beside its view."""
+    def batches(self, split, flip=False, augment=None, min_images=1):
+        """One epoch of (x, z, idx): pixels in 0..1, observed labels (a copy: label state that changes is the script's)
+        and rows of the split, this process's share of every batch. Order and flips come from (seed, epoch). `augment` is
+        that of Loader.pixels. A last batch that leaves a process fewer than `min_images` is dropped."""
         n, size = len(split), self.args.batch_size
-        chance = torch.Generator().manual_seed(self.args.seed * 10007 + self.epoch)
-        order = torch.randperm(n, generator=chance).numpy()
-        flips = (torch.rand(n, generator=chance) < 0.5).numpy()[order]
-        starts = [start for start in range(0, n, size) if n - start >= least * world()]
-        spans = [(start, min(start + size, n)) for start in starts]
+        generator = torch.Generator().manual_seed(self.args.seed * 10007 + self.epoch)
+        order = torch.randperm(n, generator=generator)
+        flips = (torch.rand(n, generator=generator) < 0.5)[order] & flip
+        spans = [(at, min(at + size, n)) for at in range(0, n, size) if n - at >= min_images * world()]
         if self.args.max_steps:
             spans = spans[: self.args.max_steps - self.steps]
         shares = [slice(start + rank(), stop, world()) for start, stop in spans]
-        inputs = self.inputs(split, [order[share] for share in shares], [flips[share] for share in shares], view)
-        self.seen, self.started = sum(stop - start for start, stop in spans), time.perf_counter()
-        bar = self.progress(inputs, f"epoch {self.epoch}/{self.stages * self.args.epochs}", total=len(spans))
-        order = torch.from_numpy(order).to(self.device)
+        rows, mirrored = ([values.numpy()[share] for share in shares] for values in (order, flips))
+        inputs = self.inputs(split, rows, mirrored, augment)
+        self.seen, self.training_began = sum(stop - start for start, stop in spans), time.perf_counter()
+        order, flips = order.to(self.device), flips.to(self.device)
+        bar = progress(inputs, f"epoch {self.epoch}/{self.last_epoch}", total=len(spans))
         for (start, stop), share, x in zip(spans, shares, bar):
+            if flip and not split.features:
+                x = torch.where(flips[share].view(-1, *[1] * (x.ndim - 1)), x.flip(-1), x)
             self.idx, self.weight = order[share], len(x) * world() / (stop - start)
             yield x, split.z[self.idx], self.idx
 
-    def step(self, loss, optimizer):
-        """Backward and a step. Unequal shares of a batch are weighed so that the processes' mean is the batch's."""
+    def backward(self, loss):
+        """Gradients of a batch's loss, scaled for fp16 (before clipping: run.scaler.unscale_(optimizer)). Unequal shares
+        of a batch are weighted so that the mean over processes is the batch's."""
         self.scaler.scale(loss * self.weight).backward()
-        self.scaler.step(optimizer)
-        self.scaler.update()
-        optimizer.zero_grad()
-        self.steps += 1
-        self.unchecked.append((self.steps - self.steps_before, loss.detach(), self.idx))
+        self.batch += 1
+        self.unchecked.append((self.batch, loss.detach(), self.idx))
         if len(self.unchecked) == CHECK_EVERY:
             self.check_losses()
+
+    def step(self, *optimizers):
+        """A step of one or several optimizers. Under torchrun, gradients of what is not in the model (a label matrix)
+        are averaged over the processes, as DDP does for the model's."""
+        for optimizer in optimizers:
+            for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+                if world() > 1 and id(weight) not in self.in_model:
+                    weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                    dist.all_reduce(weight.grad)
+                    weight.grad /= world()
+            self.scaler.step(optimizer)
+        self.scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.steps += 1
 
     def check_losses(self):
         """Stops at a loss that is not finite. Not called every step, for it waits for the device."""
@@ -1090,17 +1227,61 @@ class Run:
     def give_up(self, what):
         die(f"{what}; {self.directory} keeps the epoch before: try a lower --lr or --amp off")
 
+    # -- log
+
     def log(self, **values):
         """Values of a step, whose mean goes into the epoch's row, or of the epoch. Doesn't wait for the device."""
         for name, value in values.items():
-            value = value.detach() if torch.is_tensor(value) else torch.tensor(value, device=self.device)
-            self.logged.setdefault(name, []).append(value)
+            self.logged.setdefault(name, []).append(value.detach() if torch.is_tensor(value) else torch.tensor(value))
 
-    def fact(self, name, values):
-        """Numbers that hold for the whole run: printed now, kept in result.json"""
-        self.facts[name] = values
+    def log_pseudo_labels(self, pseudo, z, y=None):
+        """Number, precision and recall of pseudo-labels (B, C), 1 and -1, among the labels that were not observed. Of
+        a batch, to be summed over the epoch, or of the whole training set; y are the full labels, if known."""
+        hidden, y = z != 1, torch.full_like(z, 2) if y is None else y
+        positives, negatives = (pseudo == 1) & hidden, (pseudo == -1) & hidden
+        masks = hidden, positives, negatives, hidden & (y == 1), positives & (y == 1), negatives & (y == 0)
+        images = torch.full_like(y[0], 1).long() * len(z)  # in every class
+        self.counts.append(torch.stack([images, *(mask.sum(0) for mask in masks), (y < 2).sum(0)]))  # (8, C)
+
+    def summarise(self, name, values):
+        """Numbers of the whole run: printed now, kept in result.json"""
+        self.summaries[name] = values
         if rank() == 0:
             print(f"{name}: {', '.join(f'{key} {value:.2f}' for key, value in values.items())}", flush=True)
+
+    def row_of_logs(self):
+        """Means over all steps and processes of what was logged (a NaN is a step that had nothing to say), and the
+        columns of log_pseudo_labels"""
+        names = sorted(self.logged) if world() > 1 else list(self.logged)
+        values = [torch.stack(self.logged[name]).double() for name in names]
+        sums = [torch.stack([v.nansum(), (~v.isnan()).sum()]).to(self.device) for v in values]
+        counts = [sum(self.counts).double().flatten()] if self.counts else []
+        if world() > 1 and sums + counts:
+            for total in sums + counts:
+                dist.all_reduce(total)
+        means = {name: (total / count).item() for name, (total, count) in zip(names, sums)}
+        return means | (pseudo_label_columns(counts[0].view(8, -1)) if counts else {})
+
+    # -- evaluation
+
+    @torch.no_grad()
+    def predict(self, model, split):
+        """Logits (N, C) of a split's plain images, in the split's order, on every process."""
+        model = unwrap(model).eval()
+        if world() > 1:
+            for buffer in model.buffers():  # running statistics: rank 0's, as in its checkpoint
+                dist.broadcast(buffer, 0)
+        batches = in_batches(np.arange(len(split))[rank() :: world()])
+        logits = torch.zeros(-(-len(split) // world()), len(self.data.classes), device=self.device)
+        done = 0
+        for x in progress(self.inputs(split, batches), "evaluating", total=len(batches)):
+            with self.autocast():
+                logits[done : done + len(x)] = model(x)
+            done += len(x)
+        logits = gather(logits, len(split))
+        if not logits.isfinite().all():
+            self.give_up(f"the model's outputs are not finite after epoch {self.epoch}")
+        return logits
 
     def measure(self, model, split):
         if not split:
@@ -1110,117 +1291,86 @@ class Run:
         f1 = f1_scores(logits.sigmoid(), split.y)
         return {"mAP": 100 * ap.mean().item(), "F1": f1, "AP": dict(zip(self.data.classes, ap.tolist()))}
 
-    def mean_logs(self):
-        """Means over all steps and processes of what was logged; a NaN is a step that had nothing to say"""
-        if not self.logged:
-            return {}
-        names = sorted(self.logged) if world() > 1 else list(self.logged)
-        values = [torch.stack(self.logged[name]).double() for name in names]
-        sums = torch.stack([torch.stack([v.nansum(), (~v.isnan()).sum()]) for v in values]).to(self.device)
-        if world() > 1:
-            dist.all_reduce(sums)
-        return dict(zip(names, (sums[:, 0] / sums[:, 1]).tolist()))
-
-    @torch.no_grad()
-    def predict(self, model, split):
-        """Logits (N, C) of a split's plain images, in the split's order, on every process."""
-        model = unwrap(model).eval()
-        if world() > 1:
-            for buffer in model.buffers():  # running statistics: rank 0's, as in its checkpoint
-                dist.broadcast(buffer, 0)
-        mine = np.arange(len(split))[rank() :: world()]
-        batches = in_batches(mine)
-        logits = torch.zeros(-(-len(split) // world()), len(self.data.classes), device=self.device)
-        done = 0
-        for x in self.progress(self.inputs(split, batches), "evaluating", total=len(batches)):
-            with self.autocast():
-                logits[done : done + len(x)] = model(x)
-            done += len(x)
-        logits = gather(logits, len(split))
-        if not logits.isfinite().all():
-            self.give_up(f"the model's outputs are not finite after epoch {self.epoch}")
-        return logits
-
-    # -- epochs
-
-    def epochs(self, **state):
-        """Numbers of the epochs to train. `state` (modules, optimizers, tensors) is what a checkpoint carries."""
-        self.state = state
-        if self.args.eval_only:  # the best weights are in place since prepare()
-            self.finished = True
-            val, test = (self.measure(state["model"], split) for split in (self.data.val, self.data.test))
-            if rank() == 0:
-                print(f"{self.directory}: {in_words(val['mAP'], test)}")
-        elif self.args.resume:
-            self.restore()
-        while not self.finished:
-            self.epoch += 1
-            self.unchecked, self.logged, self.steps_before = [], {}, self.steps
-            self.epoch_started = time.perf_counter()
-            torch.manual_seed(self.args.seed * 10007 + self.epoch * world() + rank())  # dropout and the like
-            for thing in state.values():
-                if isinstance(thing, nn.Module):
-                    thing.train()
-            yield self.epoch
-            self.finished = self.finished or self.epoch >= self.stages * self.args.epochs
-        if rank() == 0 and not self.args.eval_only:
-            self.report()
-        if self.board:
-            self.board.close()
-        if world() > 1:
-            wait_for_all()  # rank 0 has still been writing
-            dist.destroy_process_group()
-
     def evaluate(self, model, data, **others):
-        """Ends an epoch: validation mAP, test mAP where it is to be reported, a row of metrics, checkpoints. `others`
-        are models too, averages of weights: the one that is best on validation counts."""
+        """Ends an epoch: validation mAP, test mAP where it is to be reported, a row of metrics, best.pt. `others` are
+        models too, an EMA of the weights for instance: the best on validation counts."""
         self.check_losses()
-        row = {"epoch": self.epoch, **self.mean_logs()}
-        images_per_s = self.seen / (time.perf_counter() - self.started)
-        models = {"raw": model, **others}
+        row, models = {"epoch": self.epoch, **self.row_of_logs()}, {"raw": model, **others}
+        images_per_s = self.seen / (time.perf_counter() - self.training_began)
         logits = {name: self.predict(each, data.val) for name, each in models.items() if data.val}
         mAP = {name: mean_average_precision(logits[name], data.val.y) if data.val else math.nan for name in models}
-        best = max(mAP, key=mAP.get)
-        model, row["val_mAP"] = models[best], mAP[best]
-        row |= {f"mAP_{name}": mAP[name] for name in models if others}
+        chosen = max(mAP, key=mAP.get)
+        row["val_mAP"] = mAP[chosen]
+        row |= {f"val_mAP_{name}": mAP[name] for name in models if others}
         better = data.val is None or row["val_mAP"] > self.best["val_mAP"]  # without validation the last is kept
-        out_of_patience = not better and 0 <= self.args.patience < self.epoch - self.best["epoch"]
-        stage_over = self.epoch - self.stage_began + 1 >= self.args.epochs or out_of_patience
-        out_of_steps = 0 < self.args.max_steps <= self.steps
-        self.finished = out_of_steps or (stage_over and self.stage == self.stages)
-        test = self.measure(model, data.test if self.finished or (better and data.val) else None)
+        if not better and 0 <= getattr(self.args, "patience", -1) < self.epoch - self.best["epoch"]:
+            self.last_epoch = self.epoch  # early stopping
+        test = self.measure(models[chosen], data.test if self.finished or (better and data.val) else None)
         row["test_mAP"] = test["mAP"]
         if better:
             test = {f"test_{name}": value for name, value in test.items()}
             self.best = {"epoch": self.epoch, "val_mAP": row["val_mAP"], **test}
             if data.val:
-                thresholds = best_f1_thresholds(logits[best].sigmoid(), data.val.y)
+                thresholds = best_f1_thresholds(logits[chosen].sigmoid(), data.val.y)
                 self.best["thresholds"] = dict(zip(data.classes, thresholds.tolist()))
-        row |= {"images_per_s": images_per_s, "seconds": time.perf_counter() - self.epoch_started}
+        row |= {"images_per_s": images_per_s, "seconds": time.perf_counter() - self.began}
         self.rows.append(row)
         if rank() == 0 and better:
-            weights = unwrap(model).state_dict()  # the one that was measured: an average of weights, maybe
-            self.write_tensors("best.pt", {"model": weights, "classes": self.data.classes, **self.best})
+            self.write_best(unwrap(models[chosen]))
         if rank() == 0:
             self.show(row, better)
-        if stage_over and not self.finished:
-            self.end_stage()
-        if rank() == 0:
-            self.save()
 
-    def end_stage(self):
-        """The next stage has a best of its own; this one's stays as stage1.pt, and in result.json."""
+    @property
+    def finished(self):
+        return self.epoch >= self.last_epoch or 0 < self.args.max_steps <= self.steps
+
+    def extend(self, epochs, keep):
+        """Trains so many more epochs after this one, with a best epoch of their own; the best so far stays as the file
+        `keep` and in result.json. -> False where --max_steps are used up"""
+        if 0 < self.args.max_steps <= self.steps:
+            return False
         if rank() == 0:
-            with replacing(self.directory / f"stage{self.stage}.pt") as temporary:
+            with replacing(self.directory / keep) as temporary:
                 shutil.copy(self.directory / "best.pt", temporary)
-            shown = ", ".join(f"{name} {value:.2f}" for name, value in known(self.best).items() if name.endswith("mAP"))
-            print(f"stage {self.stage} ends: best epoch {self.best['epoch']}, {shown.replace('_', ' ')}", flush=True)
-        wait_for_all()
-        self.past.append(
-            {name: self.best[name] for name in ("epoch", "val_mAP", "test_mAP") if name in known(self.best)}
-        )
-        self.best = {"epoch": self.epoch, "val_mAP": -1.0}
-        self.stage, self.stage_began = self.stage + 1, self.epoch + 1
+            mAPs = ", ".join(f"{name} {value:.2f}" for name, value in known(self.best).items() if name.endswith("mAP"))
+            print(f"{keep}: best epoch {self.best['epoch']}, {mAPs.replace('_', ' ')}", flush=True)
+        barrier()
+        results = ("epoch", "val_mAP", "test_mAP")
+        self.earlier.append({name: value for name, value in known(self.best).items() if name in results})
+        self.best, self.last_epoch = {"epoch": self.epoch, "val_mAP": -1.0}, self.epoch + epochs
+        return True
+
+    # -- epochs
+
+    def epochs(self, **state):
+        """Numbers of the epochs to train. `state` is what last.pt carries, as it is when an epoch's loop body ends:
+        modules, optimizers, schedulers, and namespaces of tensors and numbers."""
+        self.state = check_state(state)
+        if self.args.eval_only:  # the best weights are in place since prepare()
+            val, test = (self.measure(state["model"], split) for split in (self.data.val, self.data.test))
+            if rank() == 0:
+                print(f"{self.directory}: {in_words(val['mAP'], test)}")
+        elif self.args.resume:
+            self.restore()
+        while not (self.finished or self.args.eval_only):
+            self.epoch += 1
+            self.logged, self.counts, self.unchecked, self.batch = {}, [], [], 0
+            self.began = time.perf_counter()
+            torch.manual_seed(self.args.seed * 10007 + self.epoch * world() + rank())  # dropout and the like
+            for thing in state.values():
+                if isinstance(thing, nn.Module):
+                    thing.train()
+            yield self.epoch
+            if not self.rows or self.rows[-1]["epoch"] != self.epoch:
+                die(f"{self.script.name}: every epoch must end with run.evaluate(model, data)")
+            self.save()
+        if rank() == 0 and not self.args.eval_only:
+            self.report()
+        if self.board:
+            self.board.close()
+        if world() > 1:
+            barrier()  # rank 0 has still been writing
+            dist.destroy_process_group()
 
     def show(self, row, better):
         if self.board:
@@ -1229,23 +1379,40 @@ class Run:
         shown = [name for name in row if name not in ("epoch", "seconds", "images_per_s") and not math.isnan(row[name])]
         values = "  ".join(f"{name} {row[name]:{'.2f' if 'mAP' in name else '.4g'}}" for name in shown)
         speed = f"{row['seconds']:.1f} s  {row['images_per_s']:.0f} img/s"
-        print(
-            f"epoch {self.epoch:>2}/{self.stages * self.args.epochs}  {values}{' *' if better else ''}  {speed}",
-            flush=True,
-        )
+        print(f"epoch {self.epoch:>2}/{self.last_epoch}  {values}{' *' if better else ''}  {speed}", flush=True)
 
     # -- what a run leaves
 
+    def write_best(self, model):
+        """The weights that were measured, maybe an EMA, and all that it takes to build and check their model again"""
+        best = {"model": model.state_dict(), "model_class": [type(model).__module__, type(model).__qualname__]}
+        best |= {"classes": self.data.classes, "probe": probe(model, self.args.image_size), **self.best}
+        self.write_tensors("best.pt", best)
+
     def save(self):
-        names = ("epoch", "stage", "stage_began", "past", "steps", "finished", "rows", "best", "embedding_seconds")
+        self.check_processes_agree()
+        if rank() > 0:
+            return
+        names = ("epoch", "last_epoch", "steps", "rows", "best", "earlier")
         last = {"run": {name: getattr(self, name) for name in names}, "scaler": self.scaler.state_dict()}
-        last["classes"] = self.data.classes
+        last |= {"classes": self.data.classes, "embedding_seconds": self.cache.seconds}
         for name, thing in self.state.items():
-            last[name] = thing if torch.is_tensor(thing) else unwrap(thing).state_dict()
+            last[name] = dict(vars(thing)) if isinstance(thing, SimpleNamespace) else unwrap(thing).state_dict()
         self.write_tensors("last.pt", last)
         self.write_metrics()
         if self.rows[-1]["seconds"] > 20:  # to be looked at while it goes on
             plot_curve(self.rows, self.best["epoch"], self.directory / "curve.png")
+
+    def check_processes_agree(self):
+        """A state that each process changed on its own share of the images would be saved as rank 0's alone."""
+        spaces = {name: vars(thing) for name, thing in self.state.items() if isinstance(thing, SimpleNamespace)}
+        for name, key, value in ((name, key, value) for name, space in spaces.items() for key, value in space.items()):
+            if world() > 1:
+                content = value.detach().cpu().numpy().tobytes() if torch.is_tensor(value) else repr(value).encode()
+                digests = [None] * world()
+                dist.all_gather_object(digests, hashlib.sha256(content).hexdigest())
+                if len(set(digests)) > 1:
+                    die(f"{name}.{key} differs between the processes: gather or reduce it before the epoch ends")
 
     def restore(self):
         path = self.directory / "last.pt"
@@ -1255,30 +1422,29 @@ class Run:
             litter.unlink(missing_ok=True)
         last = read_state(path)
         for name, thing in self.state.items():
-            if torch.is_tensor(thing):
-                thing.copy_(last[name])
+            if isinstance(thing, SimpleNamespace):
+                restore_namespace(thing, last[name], name)
             else:
                 unwrap(thing).load_state_dict(last[name])
         self.scaler.load_state_dict(last["scaler"])
+        self.cache.seconds = last["embedding_seconds"]
         for name, value in last["run"].items():
             setattr(self, name, value)
         if rank() == 0:
             self.write_metrics()  # in case it was stopped between the two
-            what = "finished" if self.finished else "going on"
-            print(f"{self.directory}: {what} after epoch {self.epoch}", flush=True)
+            print(
+                f"{self.directory}: {'finished' if self.finished else 'resumed'} after epoch {self.epoch}", flush=True
+            )
 
     def write_tensors(self, name, content):
         with replacing(self.directory / name) as temporary:
             torch.save(content, temporary)
 
     def write_metrics(self):
-        names = list(dict.fromkeys(name for row in self.rows for name in row))
         with replacing(self.directory / "metrics.csv") as temporary, open(temporary, "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(names)
-            for row in self.rows:
-                values = [row.get(name, math.nan) for name in names]
-                writer.writerow(["" if math.isnan(value) else value for value in values])
+            writer = csv.DictWriter(file, dict.fromkeys(name for row in self.rows for name in row))
+            writer.writeheader()
+            writer.writerows(map(known, self.rows))
 
     def report(self):
         """result.json, curve.png and the last line of a run"""
@@ -1287,8 +1453,8 @@ class Run:
         empty = [name for name, n in zip(data.classes, counts) if n == 0]
         result = {"best_epoch": best["epoch"], **best, "last_epoch": last["epoch"], "last_test_mAP": last["test_mAP"]}
         result |= {"classes_without_test_positives": empty, "seconds": sum(row["seconds"] for row in self.rows)}
-        result |= {"embedding_seconds": self.embedding_seconds}
-        result |= self.facts | ({"earlier_stages": self.past} if self.past else {})
+        result |= {"embedding_seconds": self.cache.seconds}
+        result |= self.summaries | ({"earlier_stages": self.earlier} if self.earlier else {})
         del result["epoch"]
         write_json(self.directory / "result.json", dict.fromkeys(result) | known(result))
         plot_curve(self.rows, best["epoch"], self.directory / "curve.png")
@@ -1312,59 +1478,7 @@ def in_words(val_mAP, test):
     return ", ".join(f"{name} {value:.2f}" for name, value in measured.items()) or "no true labels to measure with"
 
 
-def join_parts(parts, whole):
-    """Chunks of an embedding -> one file. Another process may do the same at the same time."""
-    try:
-        arrays = [np.load(part, mmap_mode="r", allow_pickle=False) for part in parts]
-        with replacing(whole) as temporary:
-            shape = sum(map(len, arrays)), arrays[0].shape[1]
-            np.concatenate(arrays, out=np.lib.format.open_memmap(temporary, "w+", np.float32, shape))
-    except FileNotFoundError:
-        if not whole.exists():  # else the other one was first, and has tidied up
-            raise
-    for part in parts:
-        part.unlink(missing_ok=True)
-
-
-def pyplot():
-    """matplotlib's, for a machine without a screen; a $ in the name of a class is just a $"""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["text.parse_math"] = False
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def plot_curve(rows, best_epoch, path):
-    """The losses, the mAPs, and panels for the other columns of the metrics."""
-    plt = pyplot()
-    panels = {"loss": [], "mAP": ["val_mAP", "test_mAP"]}
-    for name in dict.fromkeys(name for row in rows for name in row):  # those of one first word share a panel
-        if name not in ("epoch", "seconds", "images_per_s", "val_mAP", "test_mAP"):
-            panels.setdefault(name.split("_")[0], []).append(name)
-    wide = min(3, len(panels))
-    high = -(-len(panels) // wide)
-    figure, axes = plt.subplots(high, wide, figsize=(4.2 * wide, 3 * high), squeeze=False, layout="constrained")
-    for axis in axes.flat[len(panels) :]:
-        axis.remove()
-    for axis, (title, names) in zip(axes.flat, panels.items()):
-        for name in names:
-            points = [(row["epoch"], row[name]) for row in rows if not math.isnan(row.get(name, math.nan))]
-            axis.plot(*zip(*points), marker="o", markersize=3, label=name)
-        axis.axvline(best_epoch, color="grey", linestyle=":", linewidth=1, label="best epoch")
-        axis.set(title=title, xlabel="epoch")
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.grid(alpha=0.3)
-        axis.legend(frameon=False, fontsize=8)
-    figure.suptitle(path.parent.name, fontsize=9, color="grey")
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=120, format="png")
-    plt.close(figure)
-
-
-# ---- 6. Metrics
+# ---- 6. Metrics and curve
 
 
 def in_order(values):
@@ -1411,14 +1525,74 @@ def f1_scores(scores, y, threshold=0.5):
 
 
 def best_f1_thresholds(scores, y):
-    """(N, C) scores and labels -> (C,): the score of each class from which on (>=) to say yes for the best F1, the
-    highest of several; 0.5 where a class has no positive to judge by"""
+    """(N, C) scores and labels -> (C,): the threshold (score >= it) of each class with the best F1, the highest of
+    several; 0.5 where a class has no positive to judge by"""
     scores = as_tensor(scores)
     positive = as_tensor(y).to(scores.device) == 1
     ranked, order = scores.sort(dim=0, descending=True)
     hits = positive.gather(0, order).cumsum(0)
     guesses = torch.arange(1, len(scores) + 1, device=scores.device).view(-1, 1)
     f1 = 2 * hits.double() / (guesses + positive.sum(0))
-    f1[:-1][ranked[:-1] == ranked[1:]] = -1  # equal scores are said yes to together
+    f1[:-1][ranked[:-1] == ranked[1:]] = -1  # equal scores are on the same side of a threshold
     best = ranked.gather(0, f1.argmax(0, keepdim=True))[0]  # the first of equals
     return torch.where(positive.any(0), best, 0.5)
+
+
+def pseudo_label_columns(counts):
+    """Sums of Run.log_pseudo_labels, (8, C) -> columns of metrics.csv, NaN where a denominator is 0"""
+    images, hidden, positives, negatives, true, right_positives, right_negatives, judged = counts
+    kinds = {"positives": (positives, true, right_positives), "negatives": (negatives, hidden - true, right_negatives)}
+    columns = {}
+    for kind, (chosen, available, right) in kinds.items():
+        columns[f"pseudo_{kind}_per_image"] = chosen.sum() / images[0]
+        if judged.any():
+            columns[f"pseudo_{kind}_precision"] = 100 * right.sum() / chosen.sum()
+            columns[f"pseudo_{kind}_precision_at_random"] = 100 * (chosen * available / hidden).nansum() / chosen.sum()
+            columns[f"pseudo_{kind}_recall"] = 100 * right.sum() / available.sum()
+    return {name: value.item() for name, value in columns.items()}
+
+
+def pyplot():
+    """matplotlib's, for a machine without a screen; a $ in the name of a class is just a $"""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def save_figure(figure, path):
+    with replacing(Path(path)) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")
+    pyplot().close(figure)
+
+
+def panel(name):
+    """The panel of a column of metrics.csv: all mAPs, all counts per image, else those that share a first word"""
+    return "mAP" if "mAP" in name else "per image" if name.endswith("per_image") else name.split("_")[0]
+
+
+def plot_curve(rows, best_epoch, path):
+    """curve.png: every column of the metrics over the epochs"""
+    plt, panels = pyplot(), {"loss": [], "mAP": []}
+    for name in dict.fromkeys(name for row in rows for name in row if not math.isnan(row[name])):
+        if name not in ("epoch", "seconds", "images_per_s"):
+            panels.setdefault(panel(name), []).append(name)
+    wide = min(3, len(panels))
+    high = -(-len(panels) // wide)
+    figure, axes = plt.subplots(high, wide, figsize=(4.2 * wide, 3 * high), squeeze=False, layout="constrained")
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    for axis, (title, names) in zip(axes.flat, panels.items()):
+        for name in names:
+            points = [(row["epoch"], row[name]) for row in rows if not math.isnan(row.get(name, math.nan))]
+            axis.plot(*zip(*points), marker="o", markersize=3, label=name)
+        axis.axvline(best_epoch, color="grey", linestyle=":", linewidth=1, label="best epoch")
+        axis.set(title=title, xlabel="epoch")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False, fontsize=8)
+    figure.suptitle(path.parent.name, fontsize=9, color="grey")
+    save_figure(figure, path)

@@ -21,7 +21,9 @@ names in FROZEN train them. `--linear` is not for this method, which needs maps,
 import copy
 import math
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from types import SimpleNamespace
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -30,7 +32,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torchvision import transforms
+from torchvision.transforms import functional as pictures
 
 import common
 
@@ -40,35 +42,40 @@ FROZEN = ("conv1.", "layer1.", "conv_stem.", "blocks.0.", "stem.", "stages.0.", 
 ANCHORS_AT_ONCE = 1024  # bounds the memory of L_LAC
 
 
+Confidence = Annotated[float, common.Limit("between 0.5 and 1", lambda value: 0.5 <= value <= 1)]
+
+
 @dataclass
 class Args(common.Args):
-    epochs: int = 40  # of each stage
-    batch_size: int = 32  # over all processes
-    lr: float = 1e-4  # the highest of the one-cycle schedule
-    patience: int = 7  # end a stage after more than so many epochs without a better validation mAP (-1: never)
-    image_size: int = 448  # images are squashed to a square of this side
-    backbone: str = "resnet50"  # a ResNet of torchvision, resnet_small, or any name of timm that gives a map
-    weights: str = "imagenet"  # imagenet, none, or a .pth or .safetensors file
-    weight_decay: float = 0.01  # of AdamW
-    ema: float = 0.9997  # decay of the average of the weights, which is measured beside them
-    freeze_backbone: bool = False  # train what comes after it alone
-    dim: int = 2048  # width of the embeddings
-    heads: int = 4  # of the attention
-    ffn: int = 8192  # width of the feed-forward layers
-    dropout: float = 0.1
-    decoder_layers: int = 1  # of cross-attention
-    project_dim: int = 128  # width of what L_LAC compares
-    delta: tuple[float, float] = (0.6, 0.9)  # from this probability on a label is a pseudo-positive, per stage
-    tau: float = 0.5  # temperature of L_LAC
-    queue: int = 512  # past embeddings to compare with
-    lambda_plc: float = 1.0  # weight of L_PLC
-    lambda_lac: float = 1.0  # weight of L_LAC
-    denominator: Literal["inter", "all"] = "inter"  # of L_LAC: over the other classes (Eq. 7), or over all (SupCon)
-    stage: Literal["both", "1", "2"] = "both"  # 2 alone goes on from --init_from
-    plc: bool = True  # --no_plc leaves out L_PLC
-    lac: bool = True  # --no_lac leaves out L_LAC; --stage both is then stage 1 alone
-    end_to_end: bool = False  # all losses from the start, in one stage
-    show_attention: int = -1  # write attention.png: where the classes look in this training image (-1: don't)
+    epochs: common.Count = 40  # number of epochs of each stage
+    batch_size: common.Count = 32  # images per step, over all processes
+    lr: common.Positive = 1e-4  # learning rate, the highest of the one-cycle schedule
+    patience: common.NaturalOrMinus1 = 7  # early stopping: epochs without improvement to tolerate (-1: off)
+    image_size: common.Count = 448  # side in pixels of the square that images are squashed to
+    backbone: str = "resnet50"  # backbone: a ResNet of torchvision, resnet_small, or a name of timm that gives a map
+    weights: str = "imagenet"  # initial weights of the backbone: imagenet, none, or a .pth or .safetensors file
+    weight_decay: common.NonNegative = 0.01  # weight decay of AdamW
+    ema: common.Decay = 0.9997  # EMA decay (0: off)
+    freeze_backbone: bool = False  # frozen backbone
+    dim: common.Count = 2048  # width of the embeddings
+    heads: common.Count = 4  # attention heads
+    ffn: common.Count = 8192  # width of the feed-forward layers
+    dropout: common.Decay = 0.1  # dropout rate
+    decoder_layers: common.Count = 1  # layers of cross-attention
+    project_dim: common.Count = 128  # width of the projections that L_LAC compares
+    delta: tuple[Confidence, Confidence] = (
+        0.6,
+        0.9,
+    )  # probability from which on a label is a pseudo-positive, per stage
+    tau: common.Positive = 0.5  # temperature of L_LAC
+    queue: common.Natural = 512  # past embeddings in the queue
+    lambda_plc: common.NonNegative = 1.0  # weight of L_PLC
+    lambda_lac: common.NonNegative = 1.0  # weight of L_LAC
+    denominator: Literal["inter", "all"] = "inter"  # denominator of L_LAC: other classes (Eq. 7), or all (SupCon)
+    stage: Literal["both", "1", "2"] = "both"  # training stage (2 alone needs --init_from)
+    plc: bool = True  # L_PLC (--no_plc: left out)
+    lac: bool = True  # L_LAC (--no_lac: left out, and --stage both is stage 1 alone)
+    end_to_end: bool = False  # one stage with all losses
 
 
 PRESETS = {  # Xie et al., section 4.1, and the authors' release: the same for VOC, COCO, NUS and CUB
@@ -80,15 +87,16 @@ PRESETS = {  # Xie et al., section 4.1, and the authors' release: the same for V
 # ---- 2. Method
 
 
-def an_loss(logits, z):
+def an_loss_sum(logits, z):
     """Eq. 2: sum over classes, mean over images, of -log p where z = 1, -log(1 - p) elsewhere"""
+    logits = common.full_precision(logits)
     return -torch.where(z == 1, F.logsigmoid(logits), F.logsigmoid(-logits)).sum() / len(logits)
 
 
 def plc_loss(logits_strong, p_weak, z, delta):
     """Eq. 4: sum over the unobserved classes, mean over images, of -log p_strong where p_weak >= delta and
     -log(1 - p_strong) where p_weak <= 1 - delta. p_weak takes no gradient"""
-    p_weak, hidden = p_weak.detach(), z != 1
+    logits_strong, p_weak, hidden = common.full_precision(logits_strong), p_weak.detach(), z != 1
     positive = torch.where((p_weak >= delta) & hidden, F.logsigmoid(logits_strong), 0)
     negative = torch.where((p_weak <= 1 - delta) & hidden, F.logsigmoid(-logits_strong), 0)
     return -(positive + negative).sum() / len(logits_strong)
@@ -172,11 +180,53 @@ def compare(embed_weak, embed_strong, chosen, queue, tau, denominator):
     return loss * len(anchors) / chosen.numel() if denominator == "inter" else loss  # Eq. 7 divides by B = b * q
 
 
-def strong_view(pixels):
-    """RandAugment and Cutout, half a side, of one image: uint8 (H, H, 3) -> the same"""
-    distorted = transforms.RandAugment()(Image.fromarray(pixels.numpy()))
-    cutout = transforms.RandomErasing(p=1, scale=(0.25, 0.25), ratio=(1, 1), value=(124, 116, 104))  # ImageNet's mean
-    return cutout(torch.from_numpy(np.array(distorted)).permute(2, 0, 1)).permute(1, 2, 0)
+def shear(image, x, y):
+    degrees = [math.degrees(math.atan(x)), math.degrees(math.atan(y))]
+    return pictures.affine(image, 0.0, [0, 0], 1.0, degrees, center=[0, 0])
+
+
+def translate(image, x, y):
+    return pictures.affine(image, 0.0, [int(x * image.width), int(y * image.height)], 1.0, [0.0, 0.0])
+
+
+STRENGTH = 9 / 30  # RandAugment's magnitude
+OPERATIONS = (  # RandAugment's operations of an image and a magnitude, their magnitude, whether its sign is random
+    (lambda image, _: image, 0, False),
+    (lambda image, by: shear(image, by, 0), 0.3 * STRENGTH, True),
+    (lambda image, by: shear(image, 0, by), 0.3 * STRENGTH, True),
+    (lambda image, by: translate(image, by, 0), 150 / 331 * STRENGTH, True),
+    (lambda image, by: translate(image, 0, by), 150 / 331 * STRENGTH, True),
+    (lambda image, by: pictures.rotate(image, by), 30 * STRENGTH, True),
+    (lambda image, by: pictures.adjust_brightness(image, 1 + by), 0.9 * STRENGTH, True),
+    (lambda image, by: pictures.adjust_saturation(image, 1 + by), 0.9 * STRENGTH, True),
+    (lambda image, by: pictures.adjust_contrast(image, 1 + by), 0.9 * STRENGTH, True),
+    (lambda image, by: pictures.adjust_sharpness(image, 1 + by), 0.9 * STRENGTH, True),
+    (lambda image, by: pictures.posterize(image, 8 - round(by)), 4 * STRENGTH, False),
+    (lambda image, by: pictures.solarize(image, 255 - by), 255 * STRENGTH, False),
+    (lambda image, _: pictures.autocontrast(image), 0, False),
+    (lambda image, _: pictures.equalize(image), 0, False),
+)
+
+
+def strong_view(pixels, generator):
+    """RandAugment (two operations) and Cutout, half a side, of one image: uint8 (H, H, 3) -> the same"""
+    draw = lambda n: torch.randint(n, (1,), generator=generator).item()
+    image = Image.fromarray(pixels)
+    for _ in range(2):
+        operation, magnitude, signed = OPERATIONS[draw(len(OPERATIONS))]
+        image = operation(image, -magnitude if signed and draw(2) else magnitude)
+    distorted, side = np.array(image), len(pixels) // 2
+    torch.rand(3, generator=generator)
+    top, left = draw(len(pixels) - side + 1), draw(len(pixels) - side + 1)
+    distorted[top : top + side, left : left + side] = (124, 116, 104)  # ImageNet's mean
+    return distorted
+
+
+def two_views(pixels, row, seed, epoch):
+    """An image and its strong view, which is drawn from (seed, epoch, row): uint8 (H, H, 3) -> (2, H, H, 3)"""
+    state = np.random.SeedSequence([seed, epoch, int(row)]).generate_state(1, np.uint64)
+    generator = torch.Generator().manual_seed(int(state[0]) >> 1)
+    return np.stack([pixels, strong_view(pixels, generator)])
 
 
 def sine_positions(height, width, dim, device):
@@ -213,10 +263,12 @@ class Block(nn.Module):
 class LabelWise(nn.Module):
     """Pixels in 0..1 -> logits (B, C) from an embedding per class"""
 
-    still = ()  # BatchNorms that keep their statistics
+    frozen_norms = ()  # BatchNorms that keep their statistics
 
     def __init__(self, args, num_classes):
         super().__init__()
+        if args.dim % 4 or args.dim % args.heads:
+            common.die(f"--dim {args.dim} must be divisible by 4 and by --heads {args.heads}")
         self.body, _, mean, std = common.make_body(args)
         self.register_buffer("mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std).view(3, 1, 1), persistent=False)
@@ -232,15 +284,15 @@ class LabelWise(nn.Module):
         self.bias = nn.Parameter(torch.empty(num_classes).uniform_(-bound, bound))
         self.project = nn.Sequential(nn.Linear(args.dim, args.dim), nn.ReLU(), nn.Linear(args.dim, args.project_dim))
         if args.weights != "none" or args.freeze_backbone:  # random first layers must learn
-            self.still = [module for module in self.body.modules() if isinstance(module, nn.BatchNorm2d)]
+            self.frozen_norms = [module for module in self.body.modules() if isinstance(module, nn.BatchNorm2d)]
             for name, weight in self.body.named_parameters():
                 weight.requires_grad_(not (args.freeze_backbone or name.startswith(FROZEN)))
-            for norm in self.still:
+            for norm in self.frozen_norms:
                 norm.requires_grad_(False)
 
     def train(self, mode=True):
         super().train(mode)
-        for norm in self.still:
+        for norm in self.frozen_norms:
             norm.eval()
         return self
 
@@ -273,52 +325,11 @@ class LabelWise(nn.Module):
             return (logits, F.normalize(self.project(f.float()), dim=2)) if project else logits
 
 
-def make_model(args, num_classes):
-    if args.dim % 4 or args.dim % args.heads:
-        common.die(f"--dim {args.dim} must be divisible by 4 and by --heads {args.heads}")
-    return LabelWise(args, num_classes)
-
-
 @torch.no_grad()
-def follow(average, model, decay):
-    """average <- decay * average + (1 - decay) * model: weights and statistics. torch's own waits for the device"""
-    ours, new = ([t for t in (*net.parameters(), *net.buffers()) if t.is_floating_point()] for net in (average, model))
+def update_ema(ema, model, decay):
+    """ema <- decay * ema + (1 - decay) * model: weights and statistics. torch's own waits for the device"""
+    ours, new = ([t for t in (*net.parameters(), *net.buffers()) if t.is_floating_point()] for net in (ema, model))
     torch._foreach_lerp_(ours, new, 1 - decay)
-
-
-def count(p, z, y, delta):
-    """Of the unobserved labels: how many there are, are above delta, rightly so, are below 1 - delta, rightly so"""
-    above, below = (p >= delta) & (z != 1), (p <= 1 - delta) & (z != 1)
-    right = (y == 1, y == 0) if y is not None else (torch.zeros_like(above),) * 2
-    return torch.stack([t.sum() for t in (z != 1, above, above & right[0], below, below & right[1])])
-
-
-def draw_attention(path, model, data, row, device):
-    """The paper's Fig. 6: an image, and where its observed class and the five most probable others look"""
-    plt = common.pyplot()
-    split, model = data.train, model.eval()
-    pixels = split.images[split.rows[[row]]]
-    if isinstance(pixels, str):
-        common.die(pixels)
-    x = pixels.to(device).movedim(-1, -3).float() / 255
-    with torch.no_grad():
-        p, (_, maps) = model(x)[0].sigmoid(), model.embeddings(x, weights=True)
-    maps = F.interpolate(maps.float(), x.shape[2:], mode="bilinear")[0].cpu()
-    observed = split.z[row].nonzero().flatten().tolist()
-    others = [c for c in p.argsort(descending=True).tolist() if c not in observed][:5]
-    panels = [(c, "observed") for c in observed] + [(c, "") for c in others]
-    figure, axes = plt.subplots(1, 1 + len(panels), figsize=(2.2 * (1 + len(panels)), 2.9), layout="constrained")
-    for axis in axes:
-        axis.imshow(pixels[0].numpy())
-        axis.axis("off")
-    axes[0].set_title(f"training image {row}", fontsize=9)
-    for axis, (c, known) in zip(axes[1:], panels):
-        there = known or ("" if split.y is None else "there" if split.y[row, c] else "not there")
-        axis.imshow((maps[c] / maps[c].max()).numpy(), cmap="inferno", alpha=0.65, vmin=0, vmax=1)
-        axis.set_title(f"{data.classes[c]} {p[c]:.2f}\n{there}", fontsize=9)
-    with common.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=120, format="png")
-    plt.close(figure)
 
 
 # ---- 3. Train
@@ -327,70 +338,57 @@ if __name__ == "__main__":
     args = common.parse(Args, PRESETS)
     if args.linear:
         common.die("--linear keeps pooled features, but lac.py needs maps: use --freeze_backbone")
-    if not (0.5 <= min(args.delta) <= max(args.delta) <= 1 and 0 <= args.ema < 1 and 0 <= args.dropout < 1):
-        common.die("--delta is between 0.5 and 1; --ema and --dropout are at least 0 and below 1")
-    if not (args.tau > 0 and args.queue >= 0 and min(args.lambda_plc, args.lambda_lac, args.weight_decay) >= 0):
-        common.die("--tau must be above 0; --queue, --lambda_plc, --lambda_lac and --weight_decay at least 0")
-    if min(args.heads, args.ffn, args.decoder_layers, args.project_dim, args.dim) < 1:
-        common.die("--dim, --heads, --ffn, --decoder_layers and --project_dim must be at least 1")
     if args.freeze_backbone and args.weights == "none" and not common.start_from(args):
-        common.die("--freeze_backbone: random weights must learn, --weights says where better ones are")
+        common.die("--freeze_backbone needs trained weights: a file or a run's best.pt as --weights")
     if args.stage == "2" and not (args.init_from or args.resume or args.eval_only):
-        common.die("--stage 2 goes on from a run of stage 1: say --init_from RUN (from nothing: --end_to_end)")
+        common.die("--stage 2 continues a run of stage 1: --init_from RUN (without one: --end_to_end)")
     if args.end_to_end and (not args.lac or args.stage != "both"):
         common.die("--end_to_end is all losses in one stage: leave out --no_lac and --stage")
-    two = args.stage == "both" and args.lac and not args.end_to_end
-    run = common.Run(args, __file__, stages=2 if two else 1)
+    run = common.Run(args, __file__)
     data = common.load(args, run.device)
-    if not -1 <= args.show_attention < len(data.train):
-        common.die(f"--show_attention {args.show_attention}: there are training images 0 to {len(data.train) - 1}")
-    model = run.prepare(make_model(args, len(data.classes)), data, unused=True)  # new vs an.py
+    model = run.prepare(LabelWise(args, len(data.classes)), data, find_unused_parameters=True)
     weights = [w for w in model.parameters() if w.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=args.lr, weight_decay=args.weight_decay)
-    # new vs an.py: schedule, average of the weights, queue
+    # new vs an.py: schedule, EMA, queue, stage
     steps = -(-len(data.train) // args.batch_size) * args.epochs
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, max(6, steps), pct_start=0.2)  # 5 divide by 0
-    fresh = copy.deepcopy((optimizer.state_dict(), schedule.state_dict()))
-    average = copy.deepcopy(common.unwrap(model)).requires_grad_(False)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, max(6, steps), pct_start=0.2)  # 5 divide by 0
+    fresh = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict()))
+    ema = copy.deepcopy(common.unwrap(model)).requires_grad_(False)
     queue = Queue(args.queue, args.project_dim).to(run.device)
-    state, main_process = dict(schedule=schedule, average=average, queue=queue), common.rank() == 0
+    stage = SimpleNamespace(number=2 if args.stage == "2" or args.end_to_end else 1)
+    state = dict(scheduler=scheduler, ema=ema, queue=queue, stage=stage)
 
-    for epoch in run.epochs(model=model, optimizer=optimizer, **state):
-        second = run.stage == 2 or args.stage == "2" or args.end_to_end
-        delta, with_lac = args.delta[int(second)], second and args.lac
-        if run.stage == 2 and epoch == run.stage_began:  # new vs an.py: from stage 1's best, all else as at the start
-            common.load_weights(common.unwrap(model), run.directory / "stage1.pt")
-            optimizer.load_state_dict(fresh[0])
-            schedule.load_state_dict(fresh[1])
-            average.load_state_dict(common.unwrap(model).state_dict())
-        counts = torch.zeros(5, device=run.device)
-        for x, z, idx in run.batches(data.train, view=strong_view):
-            x = torch.cat([x[:, 0], x[:, 1]]).contiguous(memory_format=torch.channels_last)  # (2B, 3, H, W)
+    for epoch in run.epochs(model=model, optimizer=optimizer, **state):  # all of these are in last.pt
+        delta, with_lac = args.delta[stage.number - 1], stage.number == 2 and args.lac
+        views = partial(two_views, seed=args.seed, epoch=epoch)
+        for x, z, idx in run.batches(
+            data.train, flip=True, augment=views
+        ):  # x (B, 2, 3, H, W) in 0..1, z (B, C) observed
+            x = x.transpose(0, 1).flatten(0, 1).contiguous(memory_format=torch.channels_last)  # (2B, 3, H, W)
             with run.autocast():
-                output = model(x, with_lac)
-            logits, embed = output if with_lac else (output, None)
-            weak, strong = logits.chunk(2)  # new vs an.py
+                output = model(x, project=with_lac)
+            logits, embed = output if with_lac else (output, None)  # (2B, C), (2B, C, project_dim)
+            weak, strong = logits.chunk(2)
             p_weak = weak.detach().sigmoid()
-            an, plc, lac = an_loss(weak, z), torch.zeros_like(weak.sum()), torch.zeros_like(weak.sum())
+            an, plc, lac = an_loss_sum(weak, z), torch.zeros_like(weak.sum()), torch.zeros_like(weak.sum())
             if args.plc:
                 plc = plc_loss(strong, p_weak, z, delta)
+                run.log_pseudo_labels((p_weak >= delta).char() - (p_weak <= 1 - delta).char(), z, data.train.true(idx))
             if with_lac:
                 chosen = (p_weak >= delta) | (z == 1)
                 lac = compare(*embed.chunk(2), chosen, queue, args.tau, args.denominator)
             loss = an + args.lambda_plc * plc + args.lambda_lac * lac
-            run.step(loss, optimizer)
-            schedule.step()
-            follow(average, common.unwrap(model), args.ema)
-            counts += count(p_weak, z, data.train.true(idx), delta)
+            run.backward(loss)
+            run.step(optimizer)
+            scheduler.step()
+            update_ema(ema, common.unwrap(model), args.ema)
             run.log(loss=loss, loss_an=an, loss_plc=plc, loss_lac=lac)
-        labels, above, above_right, below, below_right = counts
-        run.log(stage=float(second) + 1, share_above=100 * above / labels, share_below=100 * below / labels)
-        if data.train.y is not None:
-            run.log(precision_above=100 * above_right / above, precision_below=100 * below_right / below)
-        if with_lac:
-            run.log(queue_fill=(queue.classes >= 0).sum())
-        run.evaluate(model, data, ema=average)
-
-    if args.show_attention >= 0 and main_process:
-        common.load_weights(common.unwrap(model), run.directory / "best.pt")
-        draw_attention(run.directory / "attention.png", common.unwrap(model), data, args.show_attention, run.device)
+        run.log(stage=float(stage.number), queue_fill=(queue.classes >= 0).sum())
+        run.evaluate(model, data, ema=ema)
+        two_stages = args.stage == "both" and args.lac and not args.end_to_end
+        if two_stages and stage.number == 1 and run.finished and run.extend(args.epochs, keep="stage1.pt"):
+            stage.number = 2  # from stage 1's best, all else as at the start
+            common.load_weights(common.unwrap(model), run.directory / "stage1.pt")
+            optimizer.load_state_dict(fresh[0])
+            scheduler.load_state_dict(fresh[1])
+            ema.load_state_dict(common.unwrap(model).state_dict())

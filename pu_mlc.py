@@ -39,21 +39,21 @@ BETA = 0.3  # both parameters of mixup's Beta distribution, as in the authors' r
 
 @dataclass
 class Args(common.Args):
-    epochs: int = 10
-    batch_size: int = 8  # over all processes
-    lr: float = 1e-5
-    patience: int = -1  # stop after more than so many epochs without a better validation mAP (-1: never)
-    image_size: int = 448  # images are squashed to a square of this side
-    backbone: str = "resnet50"  # a ResNet of torchvision, resnet_small, or any name of timm
-    weights: str = "imagenet"  # imagenet, none, or a .pth or .safetensors file
-    alpha: float = 2.0  # temperature of a class: alpha times the spread of its logits, 1 at most
-    gamma: float = 0.55  # the unlabelled term is weighed by its mean probability to this power
-    mixup: float = 1.0  # weight of the mixup consistency
-    drop_empty: bool = False  # leave out the unlabelled term of classes without a positive in the batch
-    lgconv: bool = False  # a global branch beside every 3x3 convolution of the backbone
-    weight_decay: float = 0.0  # of Adam
-    one_cycle: int = 0  # length in epochs of a one-cycle schedule up to lr and down again (0: constant lr)
-    ema: float = 0.0  # measure an average of the weights with this decay (0: the weights themselves)
+    epochs: common.Count = 10  # number of epochs
+    batch_size: common.Count = 8  # images per step, over all processes
+    lr: common.Positive = 1e-5  # learning rate
+    patience: common.NaturalOrMinus1 = -1  # early stopping: epochs without improvement to tolerate (-1: off)
+    image_size: common.Count = 448  # side in pixels of the square that images are squashed to
+    backbone: str = "resnet50"  # backbone: a ResNet of torchvision, resnet_small, or a name of timm
+    weights: str = "imagenet"  # initial weights of the backbone: imagenet, none, or a .pth or .safetensors file
+    alpha: common.Positive = 2.0  # temperature of a class, as a multiple of the spread of its logits (1 at most)
+    gamma: common.NonNegative = 0.55  # exponent of the unlabelled term's weight, its mean probability
+    mixup: common.NonNegative = 1.0  # weight of the mixup consistency
+    drop_empty: bool = False  # no unlabelled term for classes without a positive in the batch
+    lgconv: bool = False  # LgConv: a global branch beside every 3x3 convolution of the backbone
+    weight_decay: common.NonNegative = 0.0  # weight decay of Adam
+    one_cycle: common.Natural = 0  # length of the one-cycle schedule in epochs (0: constant learning rate)
+    ema: common.Decay = 0.0  # EMA decay (0: off)
 
 
 PARTIAL = dict(backbone="resnet101", weight_decay=1e-4, one_cycle=80)  # the paper's own setting, with --known_ratio
@@ -70,21 +70,20 @@ PRESETS = {  # one positive per image: batch and lr of the other methods; partia
 # ---- 2. Method
 
 
-def pu_terms(logits, z, alpha, gamma, least_tau=1e-3):
-    """The two parts of Eq. 11 per class, and what they are made of: -> unlabelled, positive, tau, u, all (C,)"""
-    tau = (alpha * logits.detach().std(0, correction=0)).clamp(least_tau, 1)  # Eq. 10; a batch of one has no spread
-    log_p = F.logsigmoid(logits / tau)
-    log_u = log_p.logsumexp(0) - math.log(len(logits))  # of the mean over all images
-    unlabelled = (gamma * log_u.detach()).exp() * log_u
-    positive = -torch.where(z == 1, log_p, 0).sum(0) / (z == 1).sum(0).clamp(min=1)
-    return unlabelled, positive, tau, log_u.detach().exp()
-
-
-def pu_loss(logits, z, alpha, gamma):
+def pu_loss(logits, z, alpha, gamma, drop_empty=False, min_tau=1e-3):
     """Eq. 11, summed over the classes: u^gamma log u - the positives' mean of log sigmoid(s / tau), where u is the mean
-    of sigmoid(s / tau) over all images, tau = min(alpha std(s), 1); neither tau nor u^gamma takes a gradient"""
-    unlabelled, positive, _, _ = pu_terms(logits, z, alpha, gamma)
-    return (unlabelled + positive).sum()
+    of sigmoid(s / tau) over all images and tau = min(alpha std(s), 1), Eq. 10; neither tau nor u^gamma takes a
+    gradient. -> loss, its parts"""
+    logits = common.full_precision(logits)
+    tau = (alpha * logits.detach().std(0, correction=0)).clamp(min_tau, 1)  # (C,); a batch of one has no spread
+    log_p, empty = F.logsigmoid(logits / tau), (z == 1).sum(0) == 0
+    log_u = log_p.logsumexp(0) - math.log(len(logits))
+    unlabelled = (gamma * log_u.detach()).exp() * log_u
+    unlabelled = unlabelled.masked_fill(empty, 0) if drop_empty else unlabelled
+    positive = -torch.where(z == 1, log_p, 0).sum(0) / (z == 1).sum(0).clamp(min=1)
+    parts = dict(loss_unlabelled=unlabelled.sum(), loss_positive=positive.sum(), classes_without_positive=empty.sum())
+    parts |= dict(tau_min=tau.min(), tau_mean=tau.mean(), tau_max=tau.max(), u_mean=log_u.detach().exp().mean())
+    return (unlabelled + positive).sum(), parts
 
 
 def halves(batch):
@@ -102,6 +101,7 @@ def mix(x, lam, perm):
 def mixup_consistency(logits, z, logits_mix, lam, perm):
     """Eq. 8: sum over classes, mean over pairs, of (log(lam t1 + (1 - lam) t2) - log sigmoid(logits_mix))^2, with t = 1
     for observed positives, else sigmoid(logits), of the batch's first half, permuted, and of its second"""
+    logits, logits_mix = common.full_precision(logits), common.full_precision(logits_mix)
     if len(logits) < 2:
         return 0 * logits.sum()
     log_t1, log_t2 = halves(torch.where(z == 1, 0, F.logsigmoid(logits)))
@@ -149,72 +149,62 @@ def add_lgconv(module, heads=8):
     return count
 
 
-# same as in lac.py: follow
+# same as in lac.py: update_ema
 @torch.no_grad()
-def follow(average, model, decay):
-    """average <- decay * average + (1 - decay) * model: weights and statistics. torch's own waits for the device"""
-    ours, new = ([t for t in (*net.parameters(), *net.buffers()) if t.is_floating_point()] for net in (average, model))
+def update_ema(ema, model, decay):
+    """ema <- decay * ema + (1 - decay) * model: weights and statistics. torch's own waits for the device"""
+    ours, new = ([t for t in (*net.parameters(), *net.buffers()) if t.is_floating_point()] for net in (ema, model))
     torch._foreach_lerp_(ours, new, 1 - decay)
 
 
-def make_model(args, num_classes):
-    model = common.Classifier(args, num_classes)
-    if args.lgconv and not add_lgconv(model.body):
-        common.die(f"--lgconv: {args.backbone} has no 3x3 convolution that it could wrap")
-    return model
+class Classifier(common.Classifier):
+    """The backbone of --lgconv, or the plain one"""
+
+    def __init__(self, args, num_classes):
+        super().__init__(args, num_classes)
+        if args.lgconv and not add_lgconv(self.body):
+            common.die(f"--lgconv: {args.backbone} has no 3x3 convolution that it could wrap")
 
 
 # ---- 3. Train
 
 if __name__ == "__main__":
     args = common.parse(Args, PRESETS)
-    if not (0 < args.alpha < math.inf and args.gamma >= 0 and 0 <= args.ema < 1):
-        common.die("--alpha must be above 0 and finite, --gamma at least 0, --ema from 0 to below 1")
-    if not (args.mixup >= 0 and 0 <= args.weight_decay < math.inf):
-        common.die("--mixup and --weight_decay must be at least 0")
     if args.one_cycle and args.one_cycle < args.epochs:
         common.die(f"--one_cycle {args.one_cycle} is shorter than the {args.epochs} epochs to train")
     if args.lgconv and args.linear:
         common.die("--lgconv changes the backbone, which --linear freezes: leave out one of them")
     run = common.Run(args, __file__)
     data = common.load(args, run.device)
-    model = run.prepare(make_model(args, len(data.classes)), data)  # new vs an.py: --lgconv
+    model = run.prepare(Classifier(args, len(data.classes)), data)
     weights = [w for w in model.parameters() if w.requires_grad]
     optimizer = torch.optim.Adam(weights, lr=args.lr, weight_decay=args.weight_decay)
-    # new vs an.py: schedule and average, where they are asked for
-    steps, extra = -(-len(data.train) // args.batch_size), {}
+    # new vs an.py: schedule and EMA, where they are on
+    steps, state = -(-len(data.train) // args.batch_size), {}
     if args.one_cycle:
-        extra["schedule"] = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, steps * args.one_cycle)
+        state["scheduler"] = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, steps * args.one_cycle)
     if args.ema:
-        extra["average"] = copy.deepcopy(common.unwrap(model)).requires_grad_(False)
-    chance = torch.distributions.Beta(BETA, BETA)
-    share = args.batch_size // common.world()  # of a process, at least
-    least = min(4, share)  # a last image alone would have no spread, and an enormous gradient
+        state["ema"] = copy.deepcopy(common.unwrap(model)).requires_grad_(False)
+    beta, share = torch.distributions.Beta(BETA, BETA), args.batch_size // common.world()
+    min_images = min(4, share)  # a last image alone would have no spread, and an enormous gradient
     mixing = args.mixup and share > 1
 
-    for epoch in run.epochs(model=model, optimizer=optimizer, **extra):
-        for x, z, idx in run.batches(data.train, least):
+    for epoch in run.epochs(model=model, optimizer=optimizer, **state):  # all of these are in last.pt
+        for x, z, idx in run.batches(data.train, flip=True, min_images=min_images):  # x (B, 3, H, W) in 0..1, z (B, C)
             with run.autocast():
-                logits = model(x)
+                logits = model(x)  # (B, C)
                 if mixing:  # new vs an.py
-                    perm, lam = torch.randperm(len(x) // 2, device=run.device), chance.sample().item()
+                    perm, lam = torch.randperm(len(x) // 2, device=run.device), beta.sample().item()
                     logits_mix = model(mix(x, lam, perm))
-            unlabelled, positive, tau, u = pu_terms(logits.float(), z, args.alpha, args.gamma)
-            empty = (z == 1).sum(0) == 0
-            if args.drop_empty:
-                unlabelled = unlabelled.masked_fill(empty, 0)
-            loss = (unlabelled + positive).sum()
+            loss, parts = pu_loss(logits, z, args.alpha, args.gamma, args.drop_empty)
             if mixing:
-                consistency = mixup_consistency(logits.float(), z, logits_mix.float(), lam, perm)
-                loss = loss + args.mixup * consistency
-            run.step(loss, optimizer)
+                consistency = mixup_consistency(logits, z, logits_mix, lam, perm)
+                loss, parts["loss_mixup"] = loss + args.mixup * consistency, consistency
+            run.backward(loss)
+            run.step(optimizer)
             if args.one_cycle:
-                extra["schedule"].step()
+                state["scheduler"].step()
             if args.ema:
-                follow(extra["average"], common.unwrap(model), args.ema)
-            run.log(loss=loss, loss_unlabelled=unlabelled.sum(), loss_positive=positive.sum())
-            if mixing:
-                run.log(loss_mixup=consistency)
-            run.log(tau_min=tau.min(), tau_mean=tau.mean(), tau_max=tau.max(), u_mean=u.mean())
-            run.log(classes_without_positive=empty.sum())
-        run.evaluate(extra["average"] if args.ema else model, data)
+                update_ema(state["ema"], common.unwrap(model), args.ema)
+            run.log(loss=loss, **parts)
+        run.evaluate(state["ema"] if args.ema else model, data)

@@ -7,9 +7,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import tarfile
 import threading
 import zipfile
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -212,6 +214,18 @@ def test_several_processes_decode_what_one_does(tmp_path):
     cache, listed = np.load(folder / "cache_train_16.npy"), np.load(folder / "formatted_train_images.npy")
     expected = np.stack([common.decode(tmp_path / "photos" / name, 16) for name in listed])
     assert np.array_equal(cache, expected)
+
+
+def answer_to_ctrl_c(job):
+    """In the place of visit_chunk, which a process looks up by its name"""
+    return job[2], {row: signal.getsignal(signal.SIGINT) for row in job[2]}
+
+
+def test_processes_that_decode_leave_ctrl_c_to_the_main_one(tmp_path, monkeypatch):
+    images = SimpleNamespace(image_folder=tmp_path, names=["0.png"], size=16, upright=False)
+    monkeypatch.setattr(data_prep, "visit_chunk", answer_to_ctrl_c)
+    assert data_prep.visit(images, "checking", None, np.arange(1), compare=True) == [signal.SIG_IGN]
+    assert signal.getsignal(signal.SIGINT) != signal.SIG_IGN
 
 
 def test_sixteen_bit_grey_is_not_cut_off(tmp_path):
