@@ -164,11 +164,15 @@ def aggregate(s_global, s_local, z, nu):
     return torch.where(highest >= zeta_local, highest, lowest)
 
 
+def deciding_scores(s_global, s_local, z, nu):
+    """Section 6.3: what pseudo-positives and what pseudo-negatives are chosen by, both (B, C)"""
+    return (s_global + aggregate(s_global, s_local, z, nu)) / 2, (s_global + s_local.mean(1)) / 2
+
+
 def damp_pseudo_labels(s_global, s_local, z, nu, zeta_global, k, delta_neg):
     """Section 6.3: 1 for the k highest of (s_global + aggregate) / 2 that are >= zeta_global; -1, which wins, for the
-    int(delta_neg * C) lowest of (s_global + mean over tiles) / 2; 0 = open, and where z = 1. -> (B, C) int8"""
-    final = (s_global + aggregate(s_global, s_local, z, nu)) / 2
-    average = (s_global + s_local.mean(1)) / 2
+    int(delta_neg * C) lowest of (s_global + mean over tiles) / 2; 0 = unknown, and where z = 1. -> (B, C) int8"""
+    final, average = deciding_scores(s_global, s_local, z, nu)
     from_top = final.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     from_bottom = average.argsort(dim=1, stable=True).argsort(dim=1)
     pseudo = torch.where((from_top < k) & (final >= zeta_global), 1, 0)

@@ -1,12 +1,11 @@
 """What every method script shares: settings, data, model, CLIP, run, metrics. No method lives here."""
 
-import argparse
-import ast
 import copy
 import csv
 import ctypes
 import difflib
 import hashlib
+import importlib
 import inspect
 import itertools
 import json
@@ -21,17 +20,18 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal, NamedTuple, get_args, get_type_hints
 
+import matplotlib
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -50,12 +50,6 @@ CHECK_EVERY = 50  # steps between two checks of the losses: each one waits for t
 UNFINISHED = "UNFINISHED"  # marker file in a data set's folder while data_prep.py writes there
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what PIL raises at damaged images
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-
-def die(message):
-    """Ends the program with one sentence instead of a traceback."""
-    raise SystemExit(f"error: {message}")
-
 
 # ---- 1. Settings
 
@@ -96,15 +90,7 @@ class Args:
     smoke: bool = False  # smoke test: every epoch, pseudo-label round and stage, on a few images
 
 
-RESUME_MAY_CHANGE = {
-    "data_root",
-    "out",
-    "device",
-    "workers",
-    "tensorboard",
-    "resume",
-    "eval_only",
-}  # not what is computed
+RESUME_MAY_CHANGE = {"data_root", "out", "device", "workers", "tensorboard", "resume", "eval_only"}
 
 
 def parse(args_class, presets, argv=None):
@@ -114,20 +100,13 @@ def parse(args_class, presets, argv=None):
     missing = {"epochs", "batch_size", "image_size"} - {field.name for field in fields(args_class)}
     if missing:
         die(f"Args lacks {', '.join(sorted(missing))}, which common.py reads: put the field back")
-    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    peek.add_argument("--dataset", default=args_class.dataset)
-    peek.add_argument("--known_ratio", "--known-ratio", default="0")
-    peek.add_argument("--resume", default="")
-    peek.add_argument("--eval_only", "--eval-only", default="")
-    first, _ = peek.parse_known_args(argv)
-
-    earlier = first.resume or first.eval_only
-    if earlier:
-        start = read_run_settings(args_class, earlier)
-    else:
-        start = preset_settings(args_class, presets, first.dataset, first.known_ratio.strip("0.") != "")
     about = (sys.modules[args_class.__module__].__doc__ or "").split("NOTES")[0]
-    args = tyro.cli(args_class, args=argv, default=start, use_underscores=True, description=about)
+    cli = partial(tyro.cli, args_class, use_underscores=True, description=about)
+    first = cli(args=[word for word in argv if word not in ("-h", "--help")])  # which preset, or which run
+    earlier = first.resume or first.eval_only
+    preset = partial(preset_settings, args_class, presets, first.dataset, first.known_ratio > 0)
+    start = read_run_settings(args_class, earlier) if earlier else preset()
+    args = cli(args=argv, default=start)
     changed = [f.name for f in fields(args) if getattr(args, f.name) != getattr(start, f.name)]
     refused = [f"--{name}" for name in changed if earlier and name not in RESUME_MAY_CHANGE]
     if refused:
@@ -139,11 +118,9 @@ def parse(args_class, presets, argv=None):
 def check_ranges(args):
     for name, hint in get_type_hints(type(args), include_extras=True).items():
         value = getattr(args, name)
-        hints, numbers = (get_args(hint), value) if isinstance(value, tuple) else ([hint], [value])
-        for hint, number in zip(hints, numbers):
-            if isinstance(number, float) and not math.isfinite(number):
-                die(f"--{name} must be a finite number, not {number}")
-            for limit in getattr(hint, "__metadata__", ()):
+        for kind, number in zip(get_args(hint), value) if isinstance(value, tuple) else [(hint, value)]:
+            finite = Limit("a finite number", lambda value: not isinstance(value, float) or math.isfinite(value))
+            for limit in (finite, *getattr(kind, "__metadata__", ())):
                 if isinstance(limit, Limit) and not limit.holds(number):
                     die(f"--{name} must be {limit.words}, not {number}")
 
@@ -167,7 +144,12 @@ def read_run_settings(args_class, run):
         die(f"{run} was made by another script or version ({problem})")
 
 
-# files and processes, for all rooms
+# -- files and processes, for all rooms
+
+
+def die(message):
+    """Ends the program with one sentence instead of a traceback"""
+    raise SystemExit(f"error: {message}")
 
 
 def printable(path):
@@ -184,10 +166,15 @@ def read_json(path, otherwise):
         die(f"{path} can't be read: {problem}")
 
 
+def write_json(path, content):
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+
+
 @contextmanager
 def replacing(path):
-    """A temporary path that replaces `path` when the block ends without an error: readers see old or new, never half."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    """A temporary path that replaces `path` if the block raises nothing: readers see old or new, never half"""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     try:
         yield temporary
         os.replace(temporary, path)
@@ -197,28 +184,15 @@ def replacing(path):
         temporary.unlink(missing_ok=True)
 
 
-def write_json(path, content):
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def make_folder(path):
+def make_folder(path, new=False):
+    """With `new` -> False where there is one of that name"""
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        return path
+        path.mkdir(parents=True, exist_ok=not new)
     except OSError as problem:
-        die(f"{path} can't be written: {problem}")
-
-
-def made(path):
-    """Makes a new folder; False where there is one of that name"""
-    try:
-        path.mkdir()
-        return True
-    except FileExistsError:
+        if not (new and path.is_dir()):
+            die(f"{path} can't be written: {problem}")
         return False
-    except OSError as problem:
-        die(f"{path} can't be written: {problem}")
+    return True
 
 
 def rank():
@@ -244,11 +218,21 @@ def broadcast(value):
 
 def gather(mine, n):
     """Rows rank, rank + world, ... of n, padded to the same number on every rank -> all n rows, on every rank"""
-    if world() == 1:
-        return mine
     everyone = [torch.empty_like(mine) for _ in range(world())]
-    dist.all_gather(everyone, mine)
-    return torch.stack(everyone, 1).flatten(0, 1)[:n]
+    if world() > 1:
+        dist.all_gather(everyone, mine)
+    return torch.stack(everyone, 1).flatten(0, 1)[:n] if world() > 1 else mine
+
+
+def mean_over_processes(grad):
+    """Of a gradient; of a sparse one (rows of a matrix, by F.embedding(..., sparse=True)) only the rows are sent"""
+    if not grad.is_sparse:
+        dist.all_reduce(grad)
+        return grad / world()
+    mine, everyone = grad.coalesce(), [None] * world()
+    dist.all_gather_object(everyone, (mine.indices().cpu(), mine.values().cpu()))
+    rows, values = (torch.cat(parts, dim).to(grad.device) for parts, dim in zip(zip(*everyone), (1, 0)))
+    return torch.sparse_coo_tensor(rows, values / world(), grad.shape)
 
 
 def progress(items, what, **more):
@@ -261,7 +245,7 @@ def progress(items, what, **more):
 
 
 def split_indices(n, val_fraction=0.2, seed=PROTOCOL_SEED):
-    """Rows of the train file -> (train_idx, val_idx), sorted."""
+    """Rows of the train file -> (train_idx, val_idx), sorted"""
     order = np.random.RandomState(seed).permutation(n)
     n_val = round(val_fraction * n)
     return np.sort(order[: n - n_val]), np.sort(order[n - n_val :])
@@ -275,9 +259,8 @@ def as_tensor(values):
 
 
 def draw_single_positives(y, seed=PROTOCOL_SEED):
-    """(N, C) full labels -> (N, C) uint8 with one positive kept per row, exactly as Cole et al. drew theirs."""
-    y = (as_tensor(y) == 1).cpu().numpy()
-    rs = np.random.RandomState(seed)
+    """(N, C) full labels -> (N, C) uint8 with one positive kept per row, exactly as Cole et al. drew theirs"""
+    y, rs = (as_tensor(y) == 1).cpu().numpy(), np.random.RandomState(seed)
     z = np.zeros(y.shape, dtype=np.uint8)
     for row, labels in enumerate(y):
         positives, negatives = np.flatnonzero(labels), np.flatnonzero(~labels)
@@ -288,12 +271,10 @@ def draw_single_positives(y, seed=PROTOCOL_SEED):
 
 
 def draw_known_positives(y, ratio, seed=PROTOCOL_SEED):
-    """(N, C) full labels -> (N, C) uint8 with round(ratio * positives) of all positives kept."""
-    y = (as_tensor(y) == 1).cpu().numpy()
-    positives = np.flatnonzero(y)
-    kept = np.random.RandomState(seed).permutation(positives)[: round(ratio * len(positives))]
+    """(N, C) full labels -> (N, C) uint8 with round(ratio * positives) of all positives kept"""
+    positives = np.flatnonzero((as_tensor(y) == 1).cpu().numpy())
     z = np.zeros(y.shape, dtype=np.uint8)
-    z.flat[kept] = 1
+    z.flat[np.random.RandomState(seed).permutation(positives)[: round(ratio * len(positives))]] = 1
     return z
 
 
@@ -324,41 +305,31 @@ def hash_names(names):
 
 
 class Images:
-    """Pixels of one formatted file: images[rows] -> uint8 (B, size, size, 3), from the pre-resized cache where there is
-    one, else decoded from the files"""
+    """images[rows] -> uint8 (B, size, size, 3), from the cache of resized images where there is one, else from files"""
 
     def __init__(self, folder, image_folder, part, size, upright=False):
-        self.names = read_names(folder, part)
-        self.image_folder, self.size, self.resample = image_folder, size, Image.Resampling.BILINEAR
+        self.names, self.image_folder = read_names(folder, part), image_folder
+        self.size, self.resample = size, Image.Resampling.BILINEAR
         self.upright = upright  # EXIF orientation applied, which is not the protocol of the published data sets
         self.cache = folder / f"cache_{part}_{size}.npy"
-        self.pixels = self.open_cache() if self.cache.exists() else None
-        missing = [] if self.cached else self.missing()
-        if missing:
+        self.cached = self.cache.exists()
+        if not self.cached and (missing := self.missing()):
             die(f"{len(missing)} of {len(self.names)} images are missing, first {image_folder / missing[0]}")
-
-    def open_cache(self):
-        made_for = read_json(self.cache.with_suffix(".json"), f"{self.cache} has no description")
-        pixels = read_array(self.cache, ndim=4, mmap_mode="r")
-        fits = pixels.shape == (len(self.names), self.size, self.size, 3) and pixels.dtype == np.uint8
-        same = made_for.get("images") == hash_names(self.names) and made_for.get("upright", False) == self.upright
-        if not (same and fits):
-            die(f"{self.cache} was made for another list of images or orientation: delete it, or prepare again")
-        return pixels
-
-    @property
-    def cached(self):
-        return self.pixels is not None
+        if self.cached:
+            self.pixels = read_array(self.cache, ndim=4, mmap_mode="r")
+            made_for = read_json(self.cache.with_suffix(".json"), f"{self.cache} has no description")
+            found = made_for.get("images"), made_for.get("upright", False), self.pixels.shape, self.pixels.dtype
+            if found != (hash_names(self.names), upright, (len(self), size, size, 3), np.uint8):
+                die(f"{self.cache} was made for another list of images or orientation: delete it, or prepare again")
 
     def missing(self):
         return [name for name in self.names if not (self.image_folder / name).is_file()]
 
     def from_files(self, size, resample):
         """The same images, squashed from their files to another size; from the cache where the files are gone"""
-        if self.cached and self.missing():
-            return self
         other = copy.copy(self)
-        other.size, other.resample, other.pixels = size, resample, None
+        if not (self.cached and self.missing()):
+            other.size, other.resample, other.cached = size, resample, False
         return other
 
     def __len__(self):
@@ -368,8 +339,7 @@ class Images:
         if self.cached:
             return self.pixels[rows]
         batch = np.empty((len(rows), self.size, self.size, 3), dtype=np.uint8)
-        for i, row in enumerate(rows):
-            path = self.image_folder / self.names[row]
+        for i, path in enumerate(self.image_folder / self.names[row] for row in rows):
             try:
                 batch[i] = decode(path, self.size, self.resample, self.upright)
             except UNREADABLE as problem:
@@ -394,11 +364,10 @@ class Split:
 
     def first(self, n):
         """The split's first n images"""
-        cut = lambda labels: None if labels is None else labels[:n]
-        return replace(self, rows=self.rows[:n], y=cut(self.y), z=cut(self.z))
+        return replace(self, rows=self.rows[:n], y=self.true(slice(n)), z=None if self.z is None else self.z[:n])
 
     def fingerprint(self):
-        """Changes when the list of images does, or a file behind it."""
+        """Changes when the list of images does, or a file behind it"""
         source = self.images
         files = [source.cache] if source.cached else [source.image_folder / source.names[row] for row in self.rows]
         stats = [f"{stat.st_size} {stat.st_mtime_ns}" for stat in map(os.stat, files)]
@@ -418,21 +387,16 @@ class Data:
 
 
 def load(args, device="cpu"):
-    """The data set of --dataset, its labels on `device`."""
+    """The data set of --dataset, its labels on `device`"""
     folder = find_dataset(args)
     info = read_json(folder / "dataset.json", "") if (folder / "dataset.json").exists() else {}
     default_images = folder / "images" if (folder / "images").is_dir() else folder
-    image_folder = folder / info.get("image_folder", default_images.resolve())
-
+    image_folder, upright = folder / info.get("image_folder", default_images.resolve()), info.get("upright", False)
     there = lambda name: (folder / f"formatted_{name}.npy").exists()
     parts = [part for part in ("train", "valid", "val") if there(f"{part}_images")]
-    upright = info.get("upright", False)
     images = {part: Images(folder, image_folder, part, args.image_size, upright) for part in parts}
-    y = {
-        part: read_labels(folder / f"formatted_{part}_labels.npy", len(images[part]))
-        for part in parts
-        if part != "train" or there("train_labels") or not there("train_labels_obs")
-    }
+    labelled = [part for part in parts if part != "train" or there("train_labels") or not there("train_labels_obs")]
+    y = {part: read_labels(folder / f"formatted_{part}_labels.npy", len(images[part])) for part in labelled}
     z = observed_labels(args, folder, len(images["train"]), y.get("train"))
     classes = info.get("classes", nameless(z.shape[1]))
     columns = {"train_labels_obs": z.shape[1], **{f"{part}_labels": labels.shape[1] for part, labels in y.items()}}
@@ -441,21 +405,19 @@ def load(args, device="cpu"):
     if not z.any():
         die(f"{folder}: not one positive label is observed" + (", raise --known_ratio" if args.known_ratio else ""))
 
-    def split(part, rows, **more):
+    def split(part, rows=None, **more):
+        rows = np.arange(len(images[part])) if rows is None else rows
         full = torch.from_numpy(y[part][rows]).to(device) if part in y else None
         return Split(images[part], rows, full, **more)
 
-    everything = {part: np.arange(len(images[part])) for part in parts}
+    train_rows, val = np.arange(len(z)), split("valid") if "valid" in y else None  # your own images: files, or none
     if "train" in y and "valid" not in y:
-        train_rows, val_rows = split_indices(len(images["train"]))
+        train_rows, val_rows = split_indices(len(z))
         if not len(val_rows):
-            die(f"{folder} has only {len(images['train'])} training images: a validation split needs three or more")
+            die(f"{folder} has only {len(z)} training images: a validation split needs three or more")
         val = split("train", val_rows)
-    else:  # your own images: validation has a file of its own, or there is none
-        train_rows = everything["train"]
-        val = split("valid", everything["valid"]) if "valid" in y else None
     train = split("train", train_rows, z=torch.from_numpy(z[train_rows]).to(device))
-    test = split("val", everything["val"]) if "val" in y else None
+    test = split("val") if "val" in y else None
     if args.smoke:  # two batches and a short one
         train, val, test = train.first(2 * args.batch_size + 3), val and val.first(16), test and test.first(16)
     return Data(classes, train, val, test)
@@ -475,31 +437,25 @@ def find_dataset(args):
         die(f"{folder} is only half prepared: run the same data_prep.py command again")
     if not (folder / "formatted_train_images.npy").exists():
         there = sorted(path.parent.name for path in Path(args.data_root).glob("*/formatted_train_images.npy"))
-        die(
-            f"no data set {args.dataset!r} in {folder}: prepare it with data_prep.py, or choose another "
-            f"(scenes needs no preparation; in {args.data_root} there is {', '.join(there) or 'nothing yet'})"
-        )
+        others = f"scenes needs no preparation; in {args.data_root} there is {', '.join(there) or 'nothing yet'}"
+        die(f"no data set {args.dataset!r} in {folder}: prepare it with data_prep.py, or choose another ({others})")
     return folder
 
 
 def observed_labels(args, folder, n, y):
-    """z of the whole train file, as the protocol draws it or as the file says; y is None where nobody knows it."""
-    if args.known_ratio:
-        if y is None:
-            die(f"--known_ratio needs the full training labels, which {folder} doesn't have")
-        return draw_known_positives(y, args.known_ratio)
+    """z of the whole train file, as the protocol draws it or as the file says; y is None where nobody knows it"""
+    if args.known_ratio and y is None:
+        die(f"--known_ratio needs the full training labels, which {folder} doesn't have")
     path = folder / "formatted_train_labels_obs.npy"
-    if not path.exists():
-        return draw_single_positives(y)
+    if args.known_ratio or not path.exists():
+        return draw_known_positives(y, args.known_ratio) if args.known_ratio else draw_single_positives(y)
     z = read_labels(path, n)
     if y is not None and z.shape != y.shape:
         die(f"{path} is {z.shape}, but formatted_train_labels.npy is {y.shape}")
     crowded, false = np.flatnonzero(z.sum(1) > 1), np.flatnonzero((z > (1 if y is None else y)).any(1))
     if len(crowded):
-        die(
-            f"{path} has {len(crowded)} rows with more than one observed positive (first: row {crowded[0]}); delete it "
-            "to draw one per image, or keep a share of all positives with --known_ratio"
-        )
+        fix = "delete it to draw one per image, or keep a share of all positives with --known_ratio"
+        die(f"{path} has {len(crowded)} rows with more than one observed positive (first: row {crowded[0]}): {fix}")
     if len(false):
         die(f"{path} observes labels that formatted_train_labels.npy calls negative (first: row {false[0]})")
     return z
@@ -542,53 +498,45 @@ def as_pixels(batch):
 
 
 class Loader:
-    """Reads batches ahead in threads and brings them to the device. One serves a whole run, and nothing that it yields
-    depends on the number of its threads. `before_batch` is called in the main thread before each one."""
+    """Reads batches ahead in threads and brings them to the device. One serves a whole run; nothing that it yields
+    depends on the number of its threads"""
 
-    def __init__(self, args, device, before_batch=lambda: None):
-        self.device, self.before_batch, self.automatic = device, before_batch, args.workers < 0
+    def __init__(self, args, device):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes of this machine, under torchrun
-        self.threads = max(1, min(8, cores // here)) if self.automatic else args.workers
-        self.pool = ThreadPoolExecutor(self.threads) if self.threads else None
+        cores_each = cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes of this machine, under torchrun
+        self.device, self.threads = device, max(1, min(8, cores_each)) if args.workers < 0 else args.workers
+        self.pool = ThreadPoolExecutor(max(1, self.threads))
 
-    def read(self, fetch, items, cheap=False):
-        """fetch(item), an array, of every item in order -> tensors on the device. What is `cheap` to fetch doesn't need
-        threads on a CPU."""
+    def read(self, fetch, items):
+        """fetch(item), an array, of every item in order -> tensors on the device"""
         cuda, items, waiting = self.device.type == "cuda", iter(items), deque()
-        threads = 0 if cheap and self.automatic and not cuda else self.threads
 
         def ready(item):
             batch = torch.from_numpy(fetch(item))
             return batch.pin_memory() if cuda else batch  # only pinned memory is copied in the background
 
-        def submit(n):
-            waiting.extend(self.pool.submit(ready, item) for item in itertools.islice(items, n))
-
         try:
-            submit(2 * threads)
-            while waiting:
-                batch = waiting.popleft().result()
-                submit(1)
-                self.before_batch()
+            while True:
+                ahead = itertools.islice(items, 2 * self.threads - len(waiting))
+                waiting.extend(self.pool.submit(ready, item) for item in ahead)
+                batch = waiting.popleft().result() if waiting else next(map(ready, items), None)
+                if batch is None:
+                    return
                 yield batch.to(self.device, non_blocking=True)
-            for item in items:  # without threads
-                self.before_batch()
-                yield ready(item).to(self.device, non_blocking=True)
         finally:
             for future in waiting:
                 future.cancel()
 
     def pixels(self, split, batches, augment=None):
-        """Images of a split, float (B, 3, H, W) in 0..1, channels last; `batches` are arrays of its rows. `augment` maps
-        an image, uint8 (H, W, 3), and its row in the file to one or more views, which become dimensions after B."""
+        """Images of a split, float (B, 3, H, W) in 0..1; `batches` are arrays of its rows. `augment` maps an image,
+        uint8 (H, W, 3), and its row in the file to one or more views, as dimensions after B"""
 
         def fetch(idx):
             rows = split.rows[idx]
             pixels = split.images[rows]
             return np.stack([augment(image, row) for image, row in zip(pixels, rows)]) if augment else pixels
 
-        return map(as_pixels, self.read(fetch, batches, cheap=split.images.cached and not augment))
+        return map(as_pixels, self.read(fetch, batches))
 
 
 # ---- 3. Model
@@ -664,26 +612,24 @@ def from_hub(name, make):
     try:
         return make()
     except (OSError, RuntimeError) as problem:
-        die(
-            f"the pretrained weights of {name} can't be downloaded ({type(problem).__name__}): download them where there "
-            "is internet and pass --weights FILE, or train from scratch with --weights none"
-        )
+        fix = "download them where there is internet and pass --weights FILE, or train from scratch with --weights none"
+        die(f"the pretrained weights of {name} can't be downloaded ({type(problem).__name__}): {fix}")
 
 
 def load_body(net, path, head):
-    """A local .pth or .safetensors file, or a run's best.pt, into the backbone; what comes after it is left out."""
+    """A local .pth or .safetensors file, or a run's best.pt, into the backbone; what comes after it is left out"""
     state = read_state(path)
     state = next((state[key] for key in ("state_dict", "model") if isinstance(state.get(key), dict)), state)
     of_a_run = {key[len("body.") :]: value for key, value in state.items() if key.startswith("body.")}
     state = {key: value for key, value in (of_a_run or state).items() if not key.startswith(head)}
-    own, counters = net.state_dict(), "num_batches_tracked"
+    own = net.state_dict()
     problems = {
-        "missing": [key for key in own if key not in state and not key.endswith(counters)],
+        "missing": [key for key in own if key not in state and not key.endswith("num_batches_tracked")],
         "unknown": [key for key in state if key not in own],
         "of another shape": [key for key in own if key in state and state[key].shape != own[key].shape],
     }
-    listed = "; ".join(f"{len(keys)} {what}: {', '.join(keys[:20])}" for what, keys in problems.items() if keys)
-    if listed:
+    if any(problems.values()):
+        listed = "; ".join(f"{len(keys)} {what}: {', '.join(keys[:20])}" for what, keys in problems.items() if keys)
         die(f"{path} doesn't fit the backbone ({listed})")
     net.load_state_dict(state, strict=False)
 
@@ -704,19 +650,17 @@ def read_state(path):
 
 def start_from(args):
     """The checkpoint that the model starts from, before or instead of --weights"""
-    last = Path(args.resume) / "last.pt"
-    if args.resume and last.exists():
-        return last
-    run = args.eval_only or args.init_from
-    if run and not (Path(run) / "best.pt").exists():
+    run = args.resume if (Path(args.resume) / "last.pt").exists() else args.eval_only or args.init_from
+    path = Path(run) / ("last.pt" if run == args.resume else "best.pt")
+    if run and not path.exists():
         die(f"{run} has no best.pt: it is not a run, or was stopped in its first epoch")
-    return Path(run) / "best.pt" if run else None
+    return path if run else None
 
 
 def load_weights(model, path, classes=None):
     """The model of a run's checkpoint into one of the same make, and of the same classes if they are given"""
     checkpoint = read_state(path)
-    state, trained = checkpoint["model"], checkpoint.get("classes")
+    state, trained = checkpoint.get("model", {}), checkpoint.get("classes")
     if {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in model.state_dict().items()}:
         die(f"{path} doesn't fit the model: it has another --backbone, other layers or another number of classes")
     if classes and trained and classes != trained and nameless(len(classes)) not in (classes, trained):
@@ -736,8 +680,8 @@ def probe(model, size):
 
 def check_probe(model, size, checkpoint, path):
     """Refuses a model whose code computes something else than what was trained"""
-    expected = checkpoint.get("probe")
-    if expected is not None and not torch.allclose(probe(model, size), expected, rtol=0.02, atol=0.05):
+    now, then = probe(model, size), checkpoint.get("probe")
+    if then is not None and not (now.shape == then.shape and torch.allclose(now, then, rtol=0.02, atol=0.05)):
         die(f"the model's code has changed since {path} was trained: with the same weights it gives other logits")
 
 
@@ -765,13 +709,9 @@ class EmbeddingCache:
 
     @torch.no_grad()
     def rows(self, encode, n, key, what, unit):
-        """encode(batches of row numbers) -> batches of rows. All n rows -> float32 (n, D), memory-mapped.
-
-        The folder's name is a hash of `key`, which holds all that decides the values. Chunks are files of their own: a
-        killed run leaves whole ones, ranks share them out, and concurrent runs do no harm.
-        """
-        key = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-        folder = self.folder / key
+        """encode(batches of row numbers) -> batches of rows; all n rows -> float32 (n, D), memory-mapped. `key` holds
+        all that decides the values. Chunks are files: a killed run leaves whole ones, concurrent runs do no harm."""
+        folder = self.folder / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
         whole, size = folder / "all.npy", 8 * EVAL_BATCH
         if not broadcast(whole.exists()):
             make_folder(folder)
@@ -779,9 +719,8 @@ class EmbeddingCache:
             parts = {folder / f"{at:09d}-{size}.npy": in_batches(np.arange(at, min(at + size, n))) for at in starts}
             mine = {part: parts[part] for part in list(parts)[rank() :: world()] if not part.exists()}
             batches = [idx for part in mine.values() for idx in part]
-            total, started = sum(map(len, batches)), time.perf_counter()
+            total, started, encoded = sum(map(len, batches)), time.perf_counter(), encode(batches)
             with progress(None, f"embedding {what}", unit=unit, total=total) as bar:
-                encoded = encode(batches)
                 for part in mine:
                     embedded = []
                     for rows in itertools.islice(encoded, len(mine[part])):
@@ -818,19 +757,17 @@ class Clip:
     """A frozen CLIP of open_clip, as --clip_model and --clip_pretrained say, with its own tokenizer, mean and std"""
 
     def __init__(self, args, device):
-        name = args.clip_model
+        name, folder = args.clip_model, Path(args.data_root) / "scenes_clip"
         if name == "scenes":
-            folder = Path(args.data_root) / "scenes_clip"
+            name = f"local-dir:{folder}"
             if rank() == 0:
                 scenes.make_clip(folder)
             barrier()
-            name = f"local-dir:{folder}"
         self.device, self.dtype = device, torch.float16 if device.type == "cuda" else torch.float32
         with torch.random.fork_rng(devices=[]):  # the global generator stays as it is without a CLIP
             self.net, self.tokenizer, config = load_open_clip(name, args.clip_pretrained, self.dtype)
         preprocess = self.net.visual.preprocess_cfg
-        self.key = {"clip": config, "weights": hash_weights(self.net), "preprocess": preprocess}
-        self.key |= {"dtype": str(self.dtype)}
+        self.key = {"clip": config, "weights": hash_weights(self.net), "preprocess": preprocess, "as": str(self.dtype)}
         self.net.to(device).eval().requires_grad_(False)
         self.mean, self.std = (torch.tensor(preprocess[what], device=device).view(3, 1, 1) for what in ("mean", "std"))
         self.size = int(np.max(preprocess["size"]))
@@ -873,19 +810,19 @@ def squash(x, size):
 
 
 def load_open_clip(name, pretrained, dtype):
-    """-> a model of open_clip with its weights, its tokenizer, its description; die() says what to do without them."""
+    """-> a model of open_clip with its weights, its tokenizer, its description; die() says what to do without them"""
     import open_clip  # takes seconds: only for those who need it
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    local, hub = name.startswith("local-dir:"), name.startswith("hf-hub:")
-    pretrained = None if local or hub else pretrained
+    local, named = name.startswith("local-dir:"), not name.startswith(("local-dir:", "hf-hub:"))
+    pretrained = pretrained if named else None
     tags, file = open_clip.list_pretrained_tags_by_model(name), pretrained and Path(pretrained).is_file()
     if local and not (Path(name[len("local-dir:") :]) / "open_clip_config.json").is_file():
         die(f"--clip_model {name}: there is no open_clip_config.json in that folder")
-    if not local and not hub and name not in open_clip.list_models():
+    if named and name not in open_clip.list_models():
         near = ", ".join(difflib.get_close_matches(name, open_clip.list_models(), 5, 0.4))
         die(f"--clip_model {name} is not one of open_clip's, local-dir:FOLDER or hf-hub:NAME; near it: {near}")
-    if not local and not hub and not file and pretrained not in tags:
+    if named and not file and pretrained not in tags:
         die(f"--clip_pretrained {pretrained!r} is neither a file nor a tag of {name}, which are: {', '.join(tags)}")
     # open_clip only warns where a tag's weights were trained with another activation than the model's name stands for
     quick = pretrained in tags and open_clip.get_pretrained_cfg(name, pretrained).get("quick_gelu", False)
@@ -898,11 +835,10 @@ def load_open_clip(name, pretrained, dtype):
         reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
         if local or file:
             die(f"CLIP's weights in {pretrained or name} are missing, cut off or of another model: {reason}")
-        file_model = f" --clip_model {name}-quickgelu" if quick and not name.endswith("-quickgelu") else ""
-        die(
-            f"CLIP {name} {pretrained or ''} is not in {HF_HUB_CACHE} and can't be downloaded: fetch it where there "
-            f"is internet and say --clip_pretrained FILE{file_model}, or --clip_model local-dir:FOLDER ({reason[:150]})"
-        )
+        named = f" --clip_model {name}-quickgelu" if quick and not name.endswith("-quickgelu") else ""
+        fix = f"where there is internet and pass --clip_pretrained FILE{named}, or --clip_model local-dir:FOLDER"
+        what = f"CLIP {name} {pretrained or ''} is not in {HF_HUB_CACHE}"
+        die(f"{what} and can't be downloaded: fetch it {fix} ({reason[:150]})")
     finally:
         logging.disable(logging.NOTSET)
 
@@ -911,19 +847,14 @@ COMPOUNDS = {"diningtable": "dining table", "pottedplant": "potted plant", "tvmo
 
 
 def prompts(template, classes):
-    """--prompt with every class's name in it, written as a person would"""
+    """--prompt with every class's name in it, as words: pottedplant is potted plant, and CUB's
+    has_bill_shape::all-purpose is bird whose bill shape is all-purpose"""
     if template.count("{}") != 1:
         die(f"--prompt {template!r} must have one {{}} where the class goes")
     if classes == nameless(len(classes)):
         die("CLIP needs the classes' names: put them into the data set's dataset.json, as a list under \"classes\"")
-    return [template.replace("{}", phrase(name)) for name in classes]
-
-
-def phrase(name):
-    """pottedplant -> potted plant; CUB's has_bill_shape::all-purpose -> bird whose bill shape is all-purpose"""
-    attribute = re.fullmatch(r"has_(\w+)::(.+)", name)
-    name = f"bird whose {attribute[1]} is {attribute[2]}" if attribute else COMPOUNDS.get(name, name)
-    return " ".join(name.replace("_", " ").split())
+    words = [re.sub(r"^has_(\w+)::(.+)$", r"bird whose \1 is \2", COMPOUNDS.get(name, name)) for name in classes]
+    return [template.replace("{}", " ".join(name.replace("_", " ").split())) for name in words]
 
 
 # ---- 5. Run
@@ -936,79 +867,55 @@ def unwrap(thing):
 def find_device(name):
     """--device -> torch.device"""
     try:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else torch.device(name)
-        torch.empty(0, device=device)  # is it there?
+        name = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+        device = torch.empty(0, device=name).device  # with its index, if it is there
     except (RuntimeError, AssertionError, NotImplementedError) as problem:
         die(f"--device {name}: {str(problem).splitlines()[0]}; try --device cpu")
     if device.type not in ("cpu", "cuda"):
         die(f"--device {name}: only cpu and cuda are known here")
-    if device.type == "cpu":
-        keep_freed_memory()
-    return device
-
-
-def keep_freed_memory():
-    """glibc returns large blocks to the system as they are freed; a CPU then spends up to half of a step on getting
-    pages for the next tensors."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "mallopt"):  # musl has none
+    libc = ctypes.CDLL(None) if sys.platform == "linux" and device.type == "cpu" else None
+    if hasattr(libc, "mallopt"):  # keep freed memory: getting pages anew would take up to half of a step on a CPU
         M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def join_processes(name):
-    """Joins the other processes under torchrun; -> this process's device"""
-    if dist.is_torchelastic_launched() and "cuda" in (name := str(find_device(name))):
-        name = f"cuda:{os.environ['LOCAL_RANK']}"
-    device = find_device(name)
-    if dist.is_torchelastic_launched() and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True
-        torch.set_float32_matmul_precision("high")
     return device
 
 
-def choose_precision(amp, device):
-    """--amp -> the dtype of autocast, None for full precision"""
-    if amp == "auto" and device.type == "cuda":
-        amp = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    if amp == "fp16" and device.type != "cuda":
+def join_processes(args):
+    """Joins the others under torchrun; -> this process's device, and the dtype of autocast (None: full precision)"""
+    device, amp = find_device(args.device), args.amp
+    cuda = device.type == "cuda"
+    if cuda and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        device = find_device(f"cuda:{os.environ['LOCAL_RANK']}")
+    if dist.is_torchelastic_launched() and not dist.is_initialized():
+        dist.init_process_group("nccl" if cuda else "gloo")
+    if cuda:
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high")
+        amp = amp.replace("auto", "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16")
+    elif amp == "fp16":
         die("--amp fp16 needs CUDA: on a CPU use bf16 or off")
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(amp)
+    return device, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(amp)
 
 
-def git_commit(folder):
-    """The commit of the working tree that holds the script, with -dirty for a dirty one; "" where there is none"""
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    except OSError:  # no git on this machine
-        return ""
-
-
-def check_state(state):
+def check_state(name, thing):
     """A bare tensor is refused: rebound by the script it would silently drop out of the checkpoint"""
-    for name, thing in state.items():
-        if not isinstance(thing, SimpleNamespace) and not hasattr(thing, "load_state_dict"):
-            die(
-                f"run.epochs can't save {name}, a {type(thing).__name__}: put it into a namespace, for instance "
-                f"labels = types.SimpleNamespace({name}={name}), use labels.{name}, and pass labels=labels"
-            )
-        for key, value in vars(thing).items() if isinstance(thing, SimpleNamespace) else ():
-            if not isinstance(value, torch.Tensor | int | float | str | None):
-                die(f"run.epochs can't save {name}.{key}, a {type(value).__name__}: make it a tensor or a number")
-    return state
+    if not isinstance(thing, SimpleNamespace) and not hasattr(thing, "load_state_dict"):
+        fix = f"labels = types.SimpleNamespace({name}={name}), labels.{name} in the loop, run.epochs(labels=labels)"
+        die(f"run.epochs can't save {name}, a {type(thing).__name__} that may be rebound: put it in a namespace, {fix}")
+    for key, value in vars(thing).items() if isinstance(thing, SimpleNamespace) else ():
+        if not isinstance(value, torch.Tensor | int | float | str | None):
+            die(f"run.epochs can't save {name}.{key}, a {type(value).__name__}: make it a tensor or a number")
 
 
-def restore_namespace(space, saved, name):
+def restore_namespace(name, space, saved):
     """In place where the shape is the same, for an optimizer may hold the tensor; else rebound to what was saved"""
-    vars(space).update({key: value for key, value in saved.items() if not torch.is_tensor(value)})
-    for key, value in ((key, value) for key, value in saved.items() if torch.is_tensor(value)):
-        now = getattr(space, key, value)
-        if (now.shape, now.dtype) == (value.shape, value.dtype):
+    for key, value in saved.items():
+        now = getattr(space, key, None)
+        if not torch.is_tensor(now) or not torch.is_tensor(value):
+            setattr(space, key, value)
+        elif (now.shape, now.dtype) == (value.shape, value.dtype):
             now.detach().copy_(value)
         elif now.requires_grad:
             die(f"{name}.{key} is {tuple(value.shape)} in the checkpoint and {tuple(now.shape)} in the script")
@@ -1017,26 +924,24 @@ def restore_namespace(space, saved, name):
 
 
 class Run:
-    """The plumbing around a script's loop: device, precision, processes, directory, log, checkpoints, evaluation."""
+    """The plumbing around a script's loop: device, precision, processes, directory, log, checkpoints, evaluation"""
 
     def __init__(self, args, script):
         self.args, self.script, self.method = args, Path(script), Path(script).stem
-        self.device = join_processes(args.device)
-        self.dtype = choose_precision(args.amp, self.device)
+        self.device, self.dtype = join_processes(args)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         if args.batch_size < world():
             die(f"--batch_size {args.batch_size} can't be shared by {world()} processes")
-        self.loader = Loader(args, self.device, before_batch=self.stop_if_interrupted)
+        self.loader = Loader(args, self.device)
         self.cache = EmbeddingCache(args.data_root, self.loader)
-        self.data = self.directory = self.board = None  # from prepare() on
-        self.in_model = set()  # ids of the weights that DDP takes care of
-        self.state, self.summaries, self.interrupted = {}, {}, False
+        self.data = self.directory = None  # from prepare() on
+        self.in_model, self.state, self.summaries = set(), {}, {}  # ids of the model's weights; what last.pt carries
         self.epoch, self.last_epoch, self.steps = 0, args.epochs, 0
         self.rows, self.earlier = [], []  # a row of metrics per epoch; results of the stages before the last
         self.best = {"epoch": 0, "val_mAP": -1.0}
-        self.began = self.training_began = 0.0  # this epoch
-        self.seen, self.logged, self.counts, self.unchecked = 0, {}, [], []
-        self.idx, self.weight, self.batch = None, 1.0, 0  # this batch
+        self.seen, self.began, self.training_began = 0, 0.0, 0.0  # images and times of this epoch
+        self.logged, self.counts, self.unchecked, self.batch = {}, [], [], 0  # of this epoch too
+        self.idx, self.weight = None, 1.0  # this batch
         if args.tensorboard and not find_spec("tensorboard"):
             die("--tensorboard needs one more package: pip install tensorboard")
         signal.signal(signal.SIGINT, self.interrupt)
@@ -1045,7 +950,15 @@ class Run:
     def autocast(self):
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None)
 
-    # -- directory
+    def interrupt(self, *_):
+        """Ctrl-C. Whatever it interrupts, files are whole: they are replaced, not changed"""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if self.directory and rank() == 0 and not self.args.eval_only:
+            start = "python" if world() == 1 else "torchrun ..."
+            print(f"\nstopped; resume with: {start} {sys.argv[0]} --resume {self.directory}", file=sys.stderr)
+        sys.exit(130)
+
+    # -- directory and model
 
     def open_directory(self):
         """The directory of --resume or --eval_only, or a new one: <out>/<dataset>-<method>-s<seed>-<time>"""
@@ -1058,90 +971,60 @@ class Run:
             if args.resume and config["processes"] != world() and rank() == 0:
                 print(f"note: begun with {config['processes']} processes; with {world()} the numbers differ a little")
             return directory
-        directory = Path()
+        directory = None
         if rank() == 0:
             stamp = f"{Path(args.dataset).name}-{self.method}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-            endings = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))  # of runs that start in one second
-            paths = (make_folder(Path(args.out)) / (stamp + ending) for ending in endings)
-            directory = next(path for path in paths if made(path))
+            names = (stamp + f"-{n}" * (n > 1) for n in itertools.count(1))  # of runs that start in one second
+            directory = next(Path(args.out) / name for name in names if make_folder(Path(args.out) / name, new=True))
             self.describe(directory)
         return broadcast(directory)
 
     def describe(self, directory):
         shutil.copy(self.script, directory / "script.py")
-        config = {
-            "method": self.method,
-            "settings": asdict(self.args),
-            "command": shlex.join(["python", *sys.argv]),
-            "working_directory": os.getcwd(),
-            "commit": git_commit(self.script.resolve().parent),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
-            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
-            "processes": world(),
-        }
+        git = ["git", "-C", str(self.script.resolve().parent), "describe", "--always", "--dirty", "--abbrev=40"]
+        try:
+            commit = subprocess.run([*git, "--exclude=*"], capture_output=True, text=True).stdout.strip()
+        except OSError:  # no git on this machine
+            commit = ""
+        versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+        config = {"method": self.method, "settings": asdict(self.args), "command": shlex.join(["python", *sys.argv])}
+        config |= {"working_directory": os.getcwd(), "commit": commit, "versions": versions, "processes": world()}
+        config |= {"device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"}
         write_json(directory / "config.json", config)
         print(f"{directory}: {self.args.dataset}, {self.device}, amp {self.dtype or 'off'}", flush=True)
 
-    def interrupt(self, *_):
-        """Ctrl-C: stops at the next batch, where nothing is half-done; a second one stops at once."""
-        if not self.directory:  # nothing has begun
-            sys.exit(130)
-        self.interrupted = True
-        signal.signal(signal.SIGINT, signal.SIG_IGN if world() > 1 else signal.default_int_handler)
-
-    def stop_if_interrupted(self):
-        if not self.interrupted:
-            return
-        if rank() == 0 and not self.args.eval_only:
-            start = "python" if world() == 1 else "torchrun ..."
-            print(f"\nstopped; resume with: {start} {sys.argv[0]} --resume {self.directory}", file=sys.stderr)
-        sys.exit(130)
-
-    # -- model
-
     def prepare(self, model, data, find_unused_parameters=False):
         """The model on its device, ready to train; with --linear also the data, embedded by its frozen backbone"""
-        self.data = data
+        self.data, start = data, start_from(self.args)
         self.check_model(type(model))
         if not data.val and rank() == 0:
             print("no fully labelled validation images: the last epoch is kept, what needs true labels is left blank")
-        start = start_from(self.args)
         if start:
             checkpoint = load_weights(model, start, data.classes)
-            if not self.args.init_from or self.args.eval_only:
+            if self.args.resume or self.args.eval_only:
                 check_probe(model, self.args.image_size, checkpoint, start)
         self.directory = self.open_directory()  # only now: what is wrong with flags, data or weights leaves none behind
-        if self.args.tensorboard and rank() == 0:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(self.directory)
         model = model.to(self.device, memory_format=torch.channels_last)
+        self.in_model = {id(weight) for weight in model.parameters()}
         if self.args.linear:
             self.embed_features(model, data)
         if self.args.compile:
             model.compile()
-        self.in_model = {id(weight) for weight in model.parameters()}
-        if world() == 1:
-            return model
-        devices = [self.device] if self.device.type == "cuda" else None
-        more = {"find_unused_parameters": find_unused_parameters}
-        return nn.parallel.DistributedDataParallel(model, device_ids=devices, **more)
+        ddp = partial(nn.parallel.DistributedDataParallel, find_unused_parameters=find_unused_parameters)
+        return ddp(model, device_ids=[self.device] if self.device.type == "cuda" else None) if world() > 1 else model
 
     def check_model(self, kind):
-        """predict.py builds the model again, of its class in script.py, an imported module or here"""
+        """predict.py builds the model again, from its class in script.py or in an imported module"""
+        found = kind.__module__ != "__main__" or re.search(
+            rf"(?m)^class {kind.__qualname__}\b", self.script.read_text()
+        )
         try:
             inspect.signature(kind).bind(self.args, len(self.data.classes))
-            top_level = [
-                node.name for node in ast.parse(self.script.read_text()).body if isinstance(node, ast.ClassDef)
-            ]
-            known = kind.__module__ != "__main__" or kind.__qualname__ in top_level
         except TypeError:
-            known = False
-        if not known:
-            die(
-                f"predict.py could not build the model again: its class {kind.__name__} must stand at the top level of "
-                f"{self.script.name} and take (args, num_classes)"
-            )
+            found = None
+        if not found:
+            where = f"at the top level of {self.script.name} and take (args, num_classes)"
+            die(f"predict.py could not build the model again: its class {kind.__name__} must stand {where}")
 
     def embed_features(self, model, data):
         model.eval().body.requires_grad_(False)
@@ -1152,8 +1035,8 @@ class Run:
             with self.autocast():
                 return model.features(x)
 
-        flipped_key = {**key, "flip": True}
-        flipped = self.cache.images(lambda x: features(x.flip(3)), data.train, flipped_key, "train, flipped")
+        flip_key = {**key, "flip": True}
+        flipped = self.cache.images(lambda x: features(x.flip(3)), data.train, flip_key, "train, flipped")
         for name, split in data.splits().items():
             split.features = (self.cache.images(features, split, key, name), flipped)
 
@@ -1163,22 +1046,20 @@ class Run:
         """What the model takes: pixels or, with --linear, features (B, D), those of the flipped images where `flips`"""
         if not split.features:
             return self.loader.pixels(split, batches, augment)
-        plain, flipped = split.features
-        flips = flips or [None] * len(batches)
+        plain, flipped = split.features  # flipped ones are of the training split
         fetch = lambda idx, flip: plain[idx] if flip is None else np.where(flip[:, None], flipped[idx], plain[idx])
-        return self.loader.read(lambda item: fetch(*item), zip(batches, flips), cheap=True)
+        return self.loader.read(lambda item: fetch(*item), zip(batches, flips or [None] * len(batches)))
 
     def batches(self, split, flip=False, augment=None, min_images=1):
         """One epoch of (x, z, idx): pixels in 0..1, observed labels (a copy: label state that changes is the script's)
-        and rows of the split, this process's share of every batch. Order and flips come from (seed, epoch). `augment` is
-        that of Loader.pixels. A last batch that leaves a process fewer than `min_images` is dropped."""
+        and rows of the split, this process's share of every batch. Order and flips come from (seed, epoch). `augment`
+        is that of Loader.pixels. A last batch that leaves a process fewer than `min_images` is dropped."""
         n, size = len(split), self.args.batch_size
         generator = torch.Generator().manual_seed(self.args.seed * 10007 + self.epoch)
         order = torch.randperm(n, generator=generator)
         flips = (torch.rand(n, generator=generator) < 0.5)[order] & flip
         spans = [(at, min(at + size, n)) for at in range(0, n, size) if n - at >= min_images * world()]
-        if self.args.max_steps:
-            spans = spans[: self.args.max_steps - self.steps]
+        spans = spans[: self.args.max_steps - self.steps] if self.args.max_steps else spans
         shares = [slice(start + rank(), stop, world()) for start, stop in spans]
         rows, mirrored = ([values.numpy()[share] for share in shares] for values in (order, flips))
         inputs = self.inputs(split, rows, mirrored, augment)
@@ -1192,8 +1073,8 @@ class Run:
             yield x, split.z[self.idx], self.idx
 
     def backward(self, loss):
-        """Gradients of a batch's loss, scaled for fp16 (before clipping: run.scaler.unscale_(optimizer)). Unequal shares
-        of a batch are weighted so that the mean over processes is the batch's."""
+        """Gradients of a batch's loss, scaled for fp16 (before clipping: run.scaler.unscale_(optimizer)). Unequal
+        shares of a batch are weighted so that the mean over processes is the batch's."""
         self.scaler.scale(loss * self.weight).backward()
         self.batch += 1
         self.unchecked.append((self.batch, loss.detach(), self.idx))
@@ -1203,12 +1084,11 @@ class Run:
     def step(self, *optimizers):
         """A step of one or several optimizers. Under torchrun, gradients of what is not in the model (a label matrix)
         are averaged over the processes, as DDP does for the model's."""
+        weights = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
+        for weight in weights if world() > 1 else ():
+            if id(weight) not in self.in_model:
+                weight.grad = mean_over_processes(torch.zeros_like(weight) if weight.grad is None else weight.grad)
         for optimizer in optimizers:
-            for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
-                if world() > 1 and id(weight) not in self.in_model:
-                    weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-                    dist.all_reduce(weight.grad)
-                    weight.grad /= world()
             self.scaler.step(optimizer)
         self.scaler.update()
         for optimizer in optimizers:
@@ -1220,8 +1100,8 @@ class Run:
         losses = torch.stack([loss for _, loss, _ in self.unchecked]).tolist() if self.unchecked else []
         for loss, (step, _, idx) in zip(losses, self.unchecked):
             if not math.isfinite(loss):
-                rows = ", ".join(map(str, idx.tolist()))
-                self.give_up(f"the loss is {loss} in epoch {self.epoch}, step {step} (training rows {rows})")
+                where = f"epoch {self.epoch}, step {step} (training rows {', '.join(map(str, idx.tolist()))})"
+                self.give_up(f"the loss is {loss} in {where}")
         self.unchecked = []
 
     def give_up(self, what):
@@ -1239,9 +1119,8 @@ class Run:
         a batch, to be summed over the epoch, or of the whole training set; y are the full labels, if known."""
         hidden, y = z != 1, torch.full_like(z, 2) if y is None else y
         positives, negatives = (pseudo == 1) & hidden, (pseudo == -1) & hidden
-        masks = hidden, positives, negatives, hidden & (y == 1), positives & (y == 1), negatives & (y == 0)
-        images = torch.full_like(y[0], 1).long() * len(z)  # in every class
-        self.counts.append(torch.stack([images, *(mask.sum(0) for mask in masks), (y < 2).sum(0)]))  # (8, C)
+        masks = hidden, positives, negatives, hidden & (y == 1), positives & (y == 1), negatives & (y == 0), y < 2
+        self.counts.append(torch.stack([(z == z).sum(0), *(mask.sum(0) for mask in masks)]))  # (8, C)
 
     def summarise(self, name, values):
         """Numbers of the whole run: printed now, kept in result.json"""
@@ -1250,30 +1129,26 @@ class Run:
             print(f"{name}: {', '.join(f'{key} {value:.2f}' for key, value in values.items())}", flush=True)
 
     def row_of_logs(self):
-        """Means over all steps and processes of what was logged (a NaN is a step that had nothing to say), and the
-        columns of log_pseudo_labels"""
+        """Means over all steps and processes of what was logged, NaNs left out, and the columns of pseudo-labels"""
         names = sorted(self.logged) if world() > 1 else list(self.logged)
         values = [torch.stack(self.logged[name]).double() for name in names]
         sums = [torch.stack([v.nansum(), (~v.isnan()).sum()]).to(self.device) for v in values]
-        counts = [sum(self.counts).double().flatten()] if self.counts else []
-        if world() > 1 and sums + counts:
-            for total in sums + counts:
-                dist.all_reduce(total)
+        counts = sum(self.counts).double() if self.counts else None
+        for total in [*sums, *([] if counts is None else [counts])] if world() > 1 else ():
+            dist.all_reduce(total)
         means = {name: (total / count).item() for name, (total, count) in zip(names, sums)}
-        return means | (pseudo_label_columns(counts[0].view(8, -1)) if counts else {})
+        return means if counts is None else means | pseudo_label_columns(counts)
 
     # -- evaluation
 
     @torch.no_grad()
     def predict(self, model, split):
-        """Logits (N, C) of a split's plain images, in the split's order, on every process."""
-        model = unwrap(model).eval()
-        if world() > 1:
-            for buffer in model.buffers():  # running statistics: rank 0's, as in its checkpoint
-                dist.broadcast(buffer, 0)
+        """Logits (N, C) of a split's plain images, in the split's order, on every process"""
+        model, done = unwrap(model).eval(), 0
+        for buffer in model.buffers() if world() > 1 else ():  # running statistics: rank 0's, as in its checkpoint
+            dist.broadcast(buffer, 0)
         batches = in_batches(np.arange(len(split))[rank() :: world()])
         logits = torch.zeros(-(-len(split) // world()), len(self.data.classes), device=self.device)
-        done = 0
         for x in progress(self.inputs(split, batches), "evaluating", total=len(batches)):
             with self.autocast():
                 logits[done : done + len(x)] = model(x)
@@ -1287,65 +1162,63 @@ class Run:
         if not split:
             return {"mAP": math.nan, "F1": {}, "AP": {}}
         logits = self.predict(model, split)
-        ap = average_precision(logits, split.y)
-        f1 = f1_scores(logits.sigmoid(), split.y)
+        ap, f1 = average_precision(logits, split.y), f1_scores(logits.sigmoid(), split.y)
         return {"mAP": 100 * ap.mean().item(), "F1": f1, "AP": dict(zip(self.data.classes, ap.tolist()))}
 
-    def evaluate(self, model, data, **others):
-        """Ends an epoch: validation mAP, test mAP where it is to be reported, a row of metrics, best.pt. `others` are
-        models too, an EMA of the weights for instance: the best on validation counts."""
+    def evaluate(self, model, data, max_drop=math.inf, **others):
+        """Ends an epoch: validation mAP, test mAP where it is to be reported, a row of metrics, best.pt. Besides
+        --patience, training ends when the mAP is more than `max_drop` below its best. `others` are models too, an EMA
+        of the weights for instance: the best on validation counts."""
         self.check_losses()
         row, models = {"epoch": self.epoch, **self.row_of_logs()}, {"raw": model, **others}
         images_per_s = self.seen / (time.perf_counter() - self.training_began)
         logits = {name: self.predict(each, data.val) for name, each in models.items() if data.val}
         mAP = {name: mean_average_precision(logits[name], data.val.y) if data.val else math.nan for name in models}
         chosen = max(mAP, key=mAP.get)
-        row["val_mAP"] = mAP[chosen]
-        row |= {f"val_mAP_{name}": mAP[name] for name in models if others}
+        row |= {"val_mAP": mAP[chosen], **{f"val_mAP_{name}": mAP[name] for name in models if others}}
         better = data.val is None or row["val_mAP"] > self.best["val_mAP"]  # without validation the last is kept
-        if not better and 0 <= getattr(self.args, "patience", -1) < self.epoch - self.best["epoch"]:
+        stale, drop = self.epoch - self.best["epoch"], self.best["val_mAP"] - row["val_mAP"]
+        if not better and (0 <= getattr(self.args, "patience", -1) < stale or drop > max_drop):
             self.last_epoch = self.epoch  # early stopping
         test = self.measure(models[chosen], data.test if self.finished or (better and data.val) else None)
-        row["test_mAP"] = test["mAP"]
+        row |= {"test_mAP": test["mAP"], "images_per_s": images_per_s, "seconds": time.perf_counter() - self.began}
+        self.rows.append(row)
         if better:
-            test = {f"test_{name}": value for name, value in test.items()}
-            self.best = {"epoch": self.epoch, "val_mAP": row["val_mAP"], **test}
+            self.best = {"epoch": self.epoch, "val_mAP": row["val_mAP"], **{f"test_{k}": v for k, v in test.items()}}
             if data.val:
                 thresholds = best_f1_thresholds(logits[chosen].sigmoid(), data.val.y)
                 self.best["thresholds"] = dict(zip(data.classes, thresholds.tolist()))
-        row |= {"images_per_s": images_per_s, "seconds": time.perf_counter() - self.began}
-        self.rows.append(row)
         if rank() == 0 and better:
-            self.write_best(unwrap(models[chosen]))
+            best = unwrap(models[chosen])  # and all that it takes to build it again and to check that
+            about = {"model_class": [type(best).__module__, type(best).__qualname__], "classes": data.classes}
+            about |= {"probe": probe(best, self.args.image_size), **self.best}
+            spaces = {name: vars(thing) for name, thing in self.state.items() if isinstance(thing, SimpleNamespace)}
+            self.write_tensors("best.pt", {"model": best.state_dict(), **about, **spaces})
         if rank() == 0:
             self.show(row, better)
 
-    @property
-    def finished(self):
-        return self.epoch >= self.last_epoch or 0 < self.args.max_steps <= self.steps
+    def show(self, row, better):
+        if self.args.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
 
-    def extend(self, epochs, keep):
-        """Trains so many more epochs after this one, with a best epoch of their own; the best so far stays as the file
-        `keep` and in result.json. -> False where --max_steps are used up"""
-        if 0 < self.args.max_steps <= self.steps:
-            return False
-        if rank() == 0:
-            with replacing(self.directory / keep) as temporary:
-                shutil.copy(self.directory / "best.pt", temporary)
-            mAPs = ", ".join(f"{name} {value:.2f}" for name, value in known(self.best).items() if name.endswith("mAP"))
-            print(f"{keep}: best epoch {self.best['epoch']}, {mAPs.replace('_', ' ')}", flush=True)
-        barrier()
-        results = ("epoch", "val_mAP", "test_mAP")
-        self.earlier.append({name: value for name, value in known(self.best).items() if name in results})
-        self.best, self.last_epoch = {"epoch": self.epoch, "val_mAP": -1.0}, self.epoch + epochs
-        return True
+            with SummaryWriter(self.directory) as board:
+                for name, value in row.items():
+                    board.add_scalar(name, value, self.epoch)
+        shown = [name for name in known(row) if name not in ("epoch", "seconds", "images_per_s")]
+        values = "  ".join(f"{name} {row[name]:{'.2f' if 'mAP' in name else '.4g'}}" for name in shown)
+        speed = f"{row['seconds']:.1f} s  {row['images_per_s']:.0f} img/s"
+        print(f"epoch {self.epoch:>2}/{self.last_epoch}  {values}{' *' if better else ''}  {speed}", flush=True)
 
     # -- epochs
 
     def epochs(self, **state):
         """Numbers of the epochs to train. `state` is what last.pt carries, as it is when an epoch's loop body ends:
         modules, optimizers, schedulers, and namespaces of tensors and numbers."""
-        self.state = check_state(state)
+        self.state = state
+        for name, thing in state.items():
+            check_state(name, thing)
+        if not isinstance(state.get("model"), nn.Module):
+            die(f"{self.script.name}: run.epochs needs model=model, which is trained, saved and evaluated")
         if self.args.eval_only:  # the best weights are in place since prepare()
             val, test = (self.measure(state["model"], split) for split in (self.data.val, self.data.test))
             if rank() == 0:
@@ -1366,53 +1239,55 @@ class Run:
             self.save()
         if rank() == 0 and not self.args.eval_only:
             self.report()
-        if self.board:
-            self.board.close()
         if world() > 1:
             barrier()  # rank 0 has still been writing
             dist.destroy_process_group()
 
-    def show(self, row, better):
-        if self.board:
-            for name, value in row.items():
-                self.board.add_scalar(name, value, self.epoch)
-        shown = [name for name in row if name not in ("epoch", "seconds", "images_per_s") and not math.isnan(row[name])]
-        values = "  ".join(f"{name} {row[name]:{'.2f' if 'mAP' in name else '.4g'}}" for name in shown)
-        speed = f"{row['seconds']:.1f} s  {row['images_per_s']:.0f} img/s"
-        print(f"epoch {self.epoch:>2}/{self.last_epoch}  {values}{' *' if better else ''}  {speed}", flush=True)
+    @property
+    def finished(self):
+        return self.epoch >= self.last_epoch or 0 < self.args.max_steps <= self.steps
+
+    def extend(self, epochs, keep):
+        """So many more epochs after this one, with a best epoch of their own; the best so far stays as the file `keep`
+        and in result.json. -> False where --max_steps are used up"""
+        if 0 < self.args.max_steps <= self.steps:
+            return False
+        results = {name: value for name, value in known(self.best).items() if name in ("epoch", "val_mAP", "test_mAP")}
+        if rank() == 0:
+            with replacing(self.directory / keep) as temporary:
+                shutil.copy(self.directory / "best.pt", temporary)
+            print(f"{keep}: best {', '.join(f'{name} {value:.4g}' for name, value in results.items())}", flush=True)
+        barrier()
+        self.earlier.append(results)
+        self.best, self.last_epoch = {"epoch": self.epoch, "val_mAP": -1.0}, self.epoch + epochs
+        return True
 
     # -- what a run leaves
 
-    def write_best(self, model):
-        """The weights that were measured, maybe an EMA, and all that it takes to build and check their model again"""
-        best = {"model": model.state_dict(), "model_class": [type(model).__module__, type(model).__qualname__]}
-        best |= {"classes": self.data.classes, "probe": probe(model, self.args.image_size), **self.best}
-        self.write_tensors("best.pt", best)
-
     def save(self):
-        self.check_processes_agree()
+        spaces = {name: vars(thing) for name, thing in self.state.items() if isinstance(thing, SimpleNamespace)}
+        self.check_processes_agree(spaces)
         if rank() > 0:
             return
         names = ("epoch", "last_epoch", "steps", "rows", "best", "earlier")
         last = {"run": {name: getattr(self, name) for name in names}, "scaler": self.scaler.state_dict()}
-        last |= {"classes": self.data.classes, "embedding_seconds": self.cache.seconds}
-        for name, thing in self.state.items():
-            last[name] = dict(vars(thing)) if isinstance(thing, SimpleNamespace) else unwrap(thing).state_dict()
+        last |= {"classes": self.data.classes, "embedding_seconds": self.cache.seconds, **spaces}
+        last |= {name: unwrap(thing).state_dict() for name, thing in self.state.items() if name not in spaces}
+        last["probe"] = probe(unwrap(self.state["model"]), self.args.image_size)
         self.write_tensors("last.pt", last)
         self.write_metrics()
         if self.rows[-1]["seconds"] > 20:  # to be looked at while it goes on
             plot_curve(self.rows, self.best["epoch"], self.directory / "curve.png")
 
-    def check_processes_agree(self):
+    def check_processes_agree(self, spaces):
         """A state that each process changed on its own share of the images would be saved as rank 0's alone."""
-        spaces = {name: vars(thing) for name, thing in self.state.items() if isinstance(thing, SimpleNamespace)}
-        for name, key, value in ((name, key, value) for name, space in spaces.items() for key, value in space.items()):
-            if world() > 1:
-                content = value.detach().cpu().numpy().tobytes() if torch.is_tensor(value) else repr(value).encode()
-                digests = [None] * world()
-                dist.all_gather_object(digests, hashlib.sha256(content).hexdigest())
-                if len(set(digests)) > 1:
-                    die(f"{name}.{key} differs between the processes: gather or reduce it before the epoch ends")
+        values = {f"{name}.{key}": value for name, space in spaces.items() for key, value in space.items()}
+        for name, value in values.items() if world() > 1 else ():
+            digests = [None] * world()
+            content = value.detach().cpu().numpy().tobytes() if torch.is_tensor(value) else repr(value).encode()
+            dist.all_gather_object(digests, hashlib.sha256(content).hexdigest())
+            if len(set(digests)) > 1:
+                die(f"{name} differs between the processes: gather or reduce it before the epoch ends")
 
     def restore(self):
         path = self.directory / "last.pt"
@@ -1423,7 +1298,7 @@ class Run:
         last = read_state(path)
         for name, thing in self.state.items():
             if isinstance(thing, SimpleNamespace):
-                restore_namespace(thing, last[name], name)
+                restore_namespace(name, thing, last[name])
             else:
                 unwrap(thing).load_state_dict(last[name])
         self.scaler.load_state_dict(last["scaler"])
@@ -1432,9 +1307,8 @@ class Run:
             setattr(self, name, value)
         if rank() == 0:
             self.write_metrics()  # in case it was stopped between the two
-            print(
-                f"{self.directory}: {'finished' if self.finished else 'resumed'} after epoch {self.epoch}", flush=True
-            )
+            what = "finished" if self.finished else "resumed"
+            print(f"{self.directory}: {what} after epoch {self.epoch}", flush=True)
 
     def write_tensors(self, name, content):
         with replacing(self.directory / name) as temporary:
@@ -1453,8 +1327,8 @@ class Run:
         empty = [name for name, n in zip(data.classes, counts) if n == 0]
         result = {"best_epoch": best["epoch"], **best, "last_epoch": last["epoch"], "last_test_mAP": last["test_mAP"]}
         result |= {"classes_without_test_positives": empty, "seconds": sum(row["seconds"] for row in self.rows)}
-        result |= {"embedding_seconds": self.cache.seconds}
-        result |= self.summaries | ({"earlier_stages": self.earlier} if self.earlier else {})
+        result |= {"embedding_seconds": self.cache.seconds, **self.summaries}
+        result |= {"earlier_stages": self.earlier} if self.earlier else {}
         del result["epoch"]
         write_json(self.directory / "result.json", dict.fromkeys(result) | known(result))
         plot_curve(self.rows, best["epoch"], self.directory / "curve.png")
@@ -1515,13 +1389,12 @@ def f1_scores(scores, y, threshold=0.5):
     """Overall and per-class precision, recall and F1, 0..100; positive iff score >= threshold, 0/0 is 0."""
     guess = as_tensor(scores) >= threshold
     truth = as_tensor(y).to(guess.device) == 1
-    hits, guesses, truths = ((t.sum(0).double()).cpu() for t in (guess & truth, guess, truth))
-    ratio = lambda a, b: a / b.clamp(min=1)
-    harmonic = lambda a, b: 2 * a * b / (a + b) if a + b else 0.0
-    op, recall = ratio(hits.sum(), guesses.sum()).item(), ratio(hits.sum(), truths.sum()).item()
-    cp, cr = ratio(hits, guesses).mean().item(), ratio(hits, truths).mean().item()
-    values = {"OP": op, "OR": recall, "OF1": harmonic(op, recall), "CP": cp, "CR": cr, "CF1": harmonic(cp, cr)}
-    return {name: 100 * value for name, value in values.items()}
+    hits, guesses, truths = (mask.sum(0).double().cpu() for mask in (guess & truth, guess, truth))
+    values, ratio = {}, lambda a, b: a / b.clamp(min=1)
+    for kind, sums in {"O": [t.sum() for t in (hits, guesses, truths)], "C": (hits, guesses, truths)}.items():
+        P, R = (100 * ratio(sums[0], total).mean().item() for total in sums[1:])
+        values |= {f"{kind}P": P, f"{kind}R": R, f"{kind}F1": 2 * P * R / (P + R) if P + R else 0.0}
+    return values
 
 
 def best_f1_thresholds(scores, y):
@@ -1539,13 +1412,13 @@ def best_f1_thresholds(scores, y):
 
 
 def pseudo_label_columns(counts):
-    """Sums of Run.log_pseudo_labels, (8, C) -> columns of metrics.csv, NaN where a denominator is 0"""
+    """Sums of Run.log_pseudo_labels, (8, C) -> columns of metrics.csv"""
     images, hidden, positives, negatives, true, right_positives, right_negatives, judged = counts
     kinds = {"positives": (positives, true, right_positives), "negatives": (negatives, hidden - true, right_negatives)}
     columns = {}
     for kind, (chosen, available, right) in kinds.items():
         columns[f"pseudo_{kind}_per_image"] = chosen.sum() / images[0]
-        if judged.any():
+        if judged.any() and chosen.any():
             columns[f"pseudo_{kind}_precision"] = 100 * right.sum() / chosen.sum()
             columns[f"pseudo_{kind}_precision_at_random"] = 100 * (chosen * available / hidden).nansum() / chosen.sum()
             columns[f"pseudo_{kind}_recall"] = 100 * right.sum() / available.sum()
@@ -1554,13 +1427,9 @@ def pseudo_label_columns(counts):
 
 def pyplot():
     """matplotlib's, for a machine without a screen; a $ in the name of a class is just a $"""
-    import matplotlib
-
     matplotlib.use("Agg")
     matplotlib.rcParams["text.parse_math"] = False
-    import matplotlib.pyplot as plt
-
-    return plt
+    return importlib.import_module("matplotlib.pyplot")  # takes a while: only where something is drawn
 
 
 def save_figure(figure, path):
@@ -1576,21 +1445,18 @@ def panel(name):
 
 def plot_curve(rows, best_epoch, path):
     """curve.png: every column of the metrics over the epochs"""
-    plt, panels = pyplot(), {"loss": [], "mAP": []}
-    for name in dict.fromkeys(name for row in rows for name in row if not math.isnan(row[name])):
+    panels = {"loss": [], "mAP": []}
+    for name in dict.fromkeys(name for row in rows for name in known(row)):
         if name not in ("epoch", "seconds", "images_per_s"):
             panels.setdefault(panel(name), []).append(name)
-    wide = min(3, len(panels))
-    high = -(-len(panels) // wide)
-    figure, axes = plt.subplots(high, wide, figsize=(4.2 * wide, 3 * high), squeeze=False, layout="constrained")
-    for axis in axes.flat[len(panels) :]:
-        axis.remove()
-    for axis, (title, names) in zip(axes.flat, panels.items()):
+    wide, high = min(3, len(panels)), -(-len(panels) // 3)
+    size, more = (4.2 * wide, 3 * high), {"squeeze": False, "layout": "constrained"}
+    figure, axes = pyplot().subplots(high, wide, figsize=size, **more)
+    for axis, (title, names) in itertools.zip_longest(axes.flat, panels.items(), fillvalue=("", ())):
         for name in names:
-            points = [(row["epoch"], row[name]) for row in rows if not math.isnan(row.get(name, math.nan))]
-            axis.plot(*zip(*points), marker="o", markersize=3, label=name)
+            axis.plot(*zip(*[(row["epoch"], row[name]) for row in rows if name in known(row)]), "o-", ms=3, label=name)
         axis.axvline(best_epoch, color="grey", linestyle=":", linewidth=1, label="best epoch")
-        axis.set(title=title, xlabel="epoch")
+        axis.set(title=title, xlabel="epoch", visible=bool(names))
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=8)

@@ -63,10 +63,7 @@ class Args(common.Args):
     dropout: common.Decay = 0.1  # dropout rate
     decoder_layers: common.Count = 1  # layers of cross-attention
     project_dim: common.Count = 128  # width of the projections that L_LAC compares
-    delta: tuple[Confidence, Confidence] = (
-        0.6,
-        0.9,
-    )  # probability from which on a label is a pseudo-positive, per stage
+    delta: tuple[Confidence, Confidence] = (0.6, 0.9)  # probability threshold of pseudo-positives, per stage
     tau: common.Positive = 0.5  # temperature of L_LAC
     queue: common.Natural = 512  # past embeddings in the queue
     lambda_plc: common.NonNegative = 1.0  # weight of L_PLC
@@ -361,9 +358,7 @@ if __name__ == "__main__":
     for epoch in run.epochs(model=model, optimizer=optimizer, **state):  # all of these are in last.pt
         delta, with_lac = args.delta[stage.number - 1], stage.number == 2 and args.lac
         views = partial(two_views, seed=args.seed, epoch=epoch)
-        for x, z, idx in run.batches(
-            data.train, flip=True, augment=views
-        ):  # x (B, 2, 3, H, W) in 0..1, z (B, C) observed
+        for x, z, idx in run.batches(data.train, flip=True, augment=views):  # x (B, 2, 3, H, W) in 0..1, z (B, C)
             x = x.transpose(0, 1).flatten(0, 1).contiguous(memory_format=torch.channels_last)  # (2B, 3, H, W)
             with run.autocast():
                 output = model(x, project=with_lac)

@@ -3,8 +3,9 @@
     python predict.py runs/voc-vlpl-s0-20261116-093000 photos --threshold auto
     python predict.py runs/voc-vlpl-s0-20261116-093000 --export model.pt2
 
-All that is needed to build the model is in the run. An image is turned upright, as the camera held it, and squashed to
-the size of training.
+All that is needed to build the model is in the run: its copy of the script, its settings and its weights. The copy is
+executed, so open only runs that you trust. An image is turned upright, as the camera held it, and squashed to the size
+of training.
 
 NOTES: The exported model takes pixels of any size and squashes them itself, with torch's antialiased bilinear filter
 instead of PIL's. They round differently: on 60 photos of VOC at 64, 224 and 448 pixels one value in seven differs, by 1
@@ -13,12 +14,13 @@ images given, and above 0.05 writes nothing.
 """
 
 import csv
-import importlib
+import importlib.util
 import io
 import json
 import os
 import signal
 import sys
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,12 +59,26 @@ class Args:
 
 
 def find_script(run):
-    """The method's module, and the run's config"""
+    """The run's own copy of its script, as a module, and the run's config"""
     config = common.read_json(Path(run) / "config.json", f"{run} is not a run directory")
-    method = str(config.get("method")) if isinstance(config, dict) else ""
-    if not method.isidentifier() or not (Path(__file__).parent / f"{method}.py").is_file():
-        common.die(f"{run} was made by {method or 'no script'}.py, which is not here")
-    return importlib.import_module(method), config
+    path, project = Path(run) / "script.py", str(Path(__file__).resolve().parent)
+    if project not in sys.path:  # the script imports common
+        sys.path.insert(0, project)
+    name = f"script_{uuid.uuid4().hex}"  # runs of scripts that share a name don't share a module
+    script = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path.absolute()))
+    sys.modules[name] = script  # where dataclasses and typing look it up
+    try:  # not by its loader, which would leave a __pycache__ in the run, and might take an old one for the script
+        exec(compile(path.read_bytes(), path, "exec"), vars(script))
+    except (Exception, SystemExit) as problem:
+        common.die(f"{path}, the run's copy of its script, can't be imported: {in_a_line(problem)}")
+    missing = [name for name in ("Args", "PRESETS") if not hasattr(script, name)]
+    if missing:
+        common.die(f"{path} has no {' and no '.join(missing)}: it is not the script of a method")
+    return script, config
+
+
+def in_a_line(problem):
+    return f"{type(problem).__name__}: {problem}".splitlines()[0]
 
 
 def load_model(run, device):
@@ -70,18 +86,27 @@ def load_model(run, device):
     script, _ = find_script(run)
     args = replace(common.read_run_settings(script.Args, run), eval_only=str(run))  # so no weights are downloaded
     path = common.start_from(args)
-    classes = common.read_state(path).get("classes")
-    if not classes:
-        common.die(f"{path} names no classes: it is not a run's")
-    model = getattr(script, "make_model", common.Classifier)(args, len(classes))
-    common.load_weights(model, path)
+    checkpoint = common.read_state(path)
+    classes, model_class = checkpoint.get("classes"), checkpoint.get("model_class")
+    if not classes or not model_class:
+        common.die(
+            f"{path} doesn't name its classes and the class of its model: it is not a run's, or of an old version"
+        )
+    try:
+        module, name = model_class
+        home = script if module == "__main__" else importlib.import_module(module)
+        model = getattr(home, name)(args, len(classes))
+        common.load_weights(model, path)
+        common.check_probe(model, args.image_size, checkpoint, path)
+    except Exception as problem:  # whatever the code of a model may raise
+        common.die(f"the model of {path} can't be built again: {in_a_line(problem)}")
     return model.to(device).eval(), args, classes
 
 
 @torch.no_grad()
 def probabilities(model, pixels, device):
-    """uint8 (B, H, W, 3) -> (B, C)"""
-    return model(pixels.to(device).permute(0, 3, 1, 2).float() / 255).sigmoid().cpu()
+    """uint8 (B, H, W, 3), a tensor or an array -> (B, C)"""
+    return model(common.as_pixels(common.as_tensor(pixels).to(device))).sigmoid().cpu()
 
 
 def tuned_thresholds(run, classes):

@@ -48,20 +48,25 @@ class Args:
 
 # Test mAP with a ResNet-50 at 448 pixels. Zhou et al. 2022, Table 1; but wan and epr: Cole et al. 2021 as quoted by Xie
 # et al. 2022, Table 2, without NUS, whose images were others; vlpl.py: Xing et al. 2024, Table 1; aevlp.py: its own
-# paper; lac.py: Xie et al. 2022, Tables 2 and 3.
+# paper; lac.py: Xie et al. 2022, Tables 2 and 3; role.py: Zhou et al., Table 1; ll.py: Kim et al. 2022.
 PUBLISHED_ON = ("voc", "coco", "nus", "cub")
 PUBLISHED = {
     "an.py": (85.89, 64.92, 42.27, 18.31),
-    "an.py --loss wan": (86.5, 64.8, None, 20.3),
-    "an.py --loss dw": (86.98, 67.59, 45.71, 19.15),
-    "an.py --loss ls": (87.90, 67.15, 43.77, 16.26),
-    "an.py --loss n_ls": (88.12, 67.15, 43.86, 16.82),
-    "an.py --loss entmin": (53.16, 32.52, 19.38, 13.08),
-    "an.py --loss focal": (87.59, 68.79, 47.00, 19.80),
-    "an.py --loss asl": (87.76, 68.78, 46.93, 18.81),
-    "an.py --loss epr": (85.5, 63.3, None, 20.0),
-    "an.py --loss bce_1p_alln": (87.60, 71.39, 46.45, 20.65),
-    "an.py --loss bce_full": (89.42, 76.78, 52.08, 30.90),
+    "baselines.py --loss wan": (86.5, 64.8, None, 20.3),
+    "baselines.py --loss dw": (86.98, 67.59, 45.71, 19.15),
+    "baselines.py --loss ls": (87.90, 67.15, 43.77, 16.26),
+    "baselines.py --loss n_ls": (88.12, 67.15, 43.86, 16.82),
+    "baselines.py --loss entmin": (53.16, 32.52, 19.38, 13.08),
+    "baselines.py --loss focal": (87.59, 68.79, 47.00, 19.80),
+    "baselines.py --loss asl": (87.76, 68.78, 46.93, 18.81),
+    "baselines.py --loss epr": (85.5, 63.3, None, 20.0),
+    "baselines.py --loss bce_1p_alln": (87.60, 71.39, 46.45, 20.65),
+    "baselines.py --loss bce_full": (89.42, 76.78, 52.08, 30.90),
+    "role.py": (87.77, 67.04, 41.63, 13.66),
+    "role.py --init_from RUN": (88.26, 69.12, 45.98, 14.86),  # ROLE + LI
+    "ll.py": (89.2, 71.0, 47.4, 19.5),
+    "ll.py --form ct": (89.0, 70.5, 48.0, 20.4),
+    "ll.py --form cp": (88.4, 70.7, 48.3, 20.1),
     "em_apl.py --no_apl": (89.09, 70.70, 47.15, 20.85),
     "em_apl.py": (89.19, 70.87, 47.59, 21.84),
     "vlpl.py": (89.10, 71.45, 49.55, 24.02),
@@ -74,18 +79,16 @@ PUBLISHED = {
     "lac.py": (89.6, 75.6, 51.1, 23.3),
 }
 PUBLISHED_WITH = {"backbone": "resnet50", "image_size": 448, "weights": "imagenet", "linear": False, "init_from": ""}
-PUBLISHED_WITH |= {"max_steps": 0}
+PUBLISHED_WITH |= {"max_steps": 0, "smoke": False}
 FOOTNOTE = "published: with a ResNet-50 at 448 pixels"
 UNLIKE = "; ~: these runs have another backbone, size, start, length, lr or CLIP, so the two can't be compared"
 
 SHARED = ("epochs", "batch_size", "lr", "patience", "image_size", "backbone", "weights")  # in every script
 CLIP = ("clip_model", "clip_pretrained")
 SETTING = ("linear", "known_ratio", "init_from")  # with another of these it is another experiment, not another method
-NOT_COMPARED = {*common.RESUME_MAY_CHANGE, "compile", "seed", "max_steps", *SETTING}  # max_steps: always warned of
-RIGHT = {  # which columns of metrics.csv say how many percent of the pseudo-labels are right
-    "pseudo-positives that are right, %": ("pseudo_precision", "pseudo_positives_correct", "precision_above"),
-    "pseudo-negatives that are right, %": ("pseudo_correct", "pseudo_negatives_correct", "precision_below"),
-}
+CUT_SHORT = ("max_steps", "smoke")  # always warned of
+NOT_COMPARED = {*common.RESUME_MAY_CHANGE, "compile", "seed", *CUT_SHORT, *SETTING}
+NOT_DRAWN = ("epoch", "seconds", "images_per_s")  # columns of metrics.csv
 AN = "an.py"
 COLOURS = ("#8a8a8a", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # Okabe and Ito; AN is grey
 PAGE = Path(__file__).with_name("report_page.html")
@@ -106,7 +109,7 @@ class Run:
     epochs: list  # rows of metrics.csv
     commit: str
     around: dict  # where it ran
-    began_in: str  # the working directory, to which its paths are relative
+    working_directory: str  # to which its paths are relative; "" where an old run doesn't say
 
     @property
     def dataset(self):
@@ -120,12 +123,12 @@ class Run:
         return " ".join([self.dataset, *flags, *["--init_from"] * bool(s.init_from)])
 
     def method(self, without=()):
-        """an.py --loss ls: the script, and what of its own differs from the preset"""
+        """baselines.py --loss ls: the script, and what of its own differs from the preset"""
         shared = {field.name for field in fields(common.Args)} | {*SHARED, *without}
         words = [self.script]
         for name in (field.name for field in fields(self.settings) if field.name not in shared):
             value = getattr(self.settings, name)
-            if value != getattr(self.preset, name) and not name.startswith("show_"):
+            if value != getattr(self.preset, name):
                 words += as_flag(name, value)
         return shlex.join(words)
 
@@ -143,22 +146,25 @@ class Run:
         return self.dataset if in_root else str(path.resolve())
 
     def start(self):
-        """--init_from without seed and time"""
+        """--init_from without seed, time and the number among those of one second"""
         given = self.settings.init_from
-        return re.sub(r"-s\d+-\d{8}-\d{6}$", "", str(Path(given).resolve())) if given else ""
+        return re.sub(r"-s\d+-\d{8}-\d{6}(-\d+)?$", "", str(Path(given).resolve())) if given else ""
 
     def published(self):
         """-> figure or None, whether it was reached with what this run has"""
-        known = PUBLISHED.get(self.method(without=CLIP))
+        name, started = self.method(without=CLIP), f"{self.method(without=CLIP)} --init_from RUN"
+        started = started if self.settings.init_from and started in PUBLISHED else ""
+        known = PUBLISHED.get(started or name)
         if not known or self.dataset not in PUBLISHED_ON or self.settings.known_ratio:
             return None, True
-        alike = all(getattr(self.settings, name) == value for name, value in PUBLISHED_WITH.items())
+        wanted = {name: value for name, value in PUBLISHED_WITH.items() if not (started and name == "init_from")}
+        alike = all(getattr(self.settings, name) == value for name, value in wanted.items())
         alike = alike and all(getattr(self.settings, name) == getattr(self.preset, name) for name in SHARED)
-        return known[PUBLISHED_ON.index(self.dataset)], alike and self.method() == self.method(without=CLIP)
+        return known[PUBLISHED_ON.index(self.dataset)], alike and self.method() == name
 
     def column(self, name):
         """{epoch: value} of the epochs that have one"""
-        return {int(row["epoch"]): row[name] for row in self.epochs if name in row}
+        return {int(row["epoch"]): row[name] for row in self.epochs if np.isfinite(row.get(name, np.nan))}
 
 
 def as_flag(name, value):
@@ -185,8 +191,8 @@ def read_run(path):
     around = {"commit": config["commit"].removesuffix("-dirty")[:7], "torch": config["versions"]["torch"]}
     around |= {"device": config["device"], "processes": config["processes"]}
     around |= {"validation": "none" if result["val_mAP"] is None else "yes"}
-    began_in = config.get("began_in", "")
-    return Run(path, method, settings, preset, mAP, AP, result["seconds"], epochs, config["commit"], around, began_in)
+    known = path, method, settings, preset, mAP, AP, result["seconds"], epochs, config["commit"], around
+    return Run(*known, config.get("working_directory", ""))
 
 
 def read_runs(paths, warn):
@@ -276,9 +282,9 @@ def check(dataset, rows, warn):
         a, b = next((a, b) for a, b in zip_longest(first.AP, other.AP, fillvalue="none") if a != b)
         counts = f"{len(first.AP)} in {first.path}, {len(other.AP)} in {other.path}"
         warn(f"{dataset}: the runs differ in classes: {counts}; the first that differ are {a} and {b}")
-    short = [str(run.path) for run in runs if run.settings.max_steps]
+    short = [str(run.path) for run in runs if any(getattr(run.settings, name) for name in CUT_SHORT)]
     if short:
-        warn(f"{dataset}: {len(short)} runs were cut short by --max_steps: {', '.join(short)}")
+        warn(f"{dataset}: {len(short)} runs were cut short by --max_steps or --smoke: {', '.join(short)}")
     for row in rows:
         seeds = [run.settings.seed for run in row.runs]
         for seed in sorted({seed for seed in seeds if seeds.count(seed) > 1}):
@@ -406,39 +412,47 @@ def line_chart(title, lines):
     from matplotlib.ticker import MaxNLocator
 
     epochs, values = zip(*(point for *_, line in lines for point in line.items()))
-    left, right = min(epochs), max(epochs)
-    middle, half = (max(values) + min(values)) / 2, max(max(values) - min(values), 1) / 2  # a flat line has no range
+    left, right, low, high = min(epochs), max(epochs), min(values), max(values)
+    room = max(high - low, 0.01 * max(high, -low))  # a flat line has no range, a column of any size may have one
+    bottom, top = ((low + high - room) / 2, (low + high + room) / 2) if room else (0, 1)
     x_ticks = [tick for tick in MaxNLocator(6, integer=True).tick_values(left, right) if left <= tick <= right]
-    y_ticks = MaxNLocator(5).tick_values(middle - half, middle + half)
-    y_ticks = y_ticks[: 1 + np.searchsorted(y_ticks, max(values))]  # no axis above 100 % for lines below
-    x = lambda epoch: 36 + 310 * (epoch - left) / max(right - left, 1)
+    y_ticks = MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(bottom, top)
+    y_ticks = y_ticks[: max(3, 1 + np.searchsorted(y_ticks, high))]  # no axis above 100 % for lines below
+    numbers = [f"{tick:g}" for tick in y_ticks]
+    edge = max(36, 5 + 6.2 * max(map(len, numbers)))  # a digit is about 6 wide
+    x = lambda epoch: edge + (346 - edge) * (epoch - left) / max(right - left, 1)
     y = lambda value: 190 - 175 * (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
-    parts = [
-        f'<path class="grid" d="M36 {y(tick):.1f}H350"/><text x="31" y="{y(tick) + 4:.1f}">{tick:g}</text>'
-        for tick in y_ticks
-    ]
+    parts = [f'<path class="grid" d="M{edge:g} {y(tick):.1f}H350"/>' for tick in y_ticks]
+    parts += [f'<text x="{edge - 5:g}" y="{y(tick) + 4:.1f}">{text}</text>' for tick, text in zip(y_ticks, numbers)]
     parts += [f'<text x="{x(tick) + 3:.1f}" y="206">{tick:g}</text>' for tick in x_ticks]
     for row, kind, what, line in lines:
         path = "L".join(f"{x(epoch):.1f} {y(value):.1f}" for epoch, value in line.items())
-        parts.append(f'<path class="{kind}" style="{row.style}" d="M{path}h0"><title>{escape(what)}</title></path>')
+        style = row.style + (";stroke-width:6" if len(line) == 1 else "")  # one epoch is a dot
+        parts.append(f'<path class="{kind}" style="{style}" d="M{path}h0"><title>{escape(what)}</title></path>')
     svg = f'<svg viewBox="0 0 360 212" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
     return f"<figure><figcaption>{escape(title)}</figcaption>{svg}</figure>"
 
 
+def curve(rows, name):
+    """A column of metrics.csv over the epochs, of all runs that have it"""
+    lines = []
+    for row in rows:
+        found = [(run.settings.seed, column) for run in row.runs if (column := run.column(name))]
+        lines += [(row, "run", f"{row.method}: {name}, seed {seed}", column) for seed, column in found]
+        epochs = sorted(set.intersection(*(set(column) for _, column in found))) if found else []
+        mean = {epoch: np.mean([column[epoch] for _, column in found]) for epoch in epochs}
+        lines += [(row, "mean", f"{row.method}: {name}, mean", mean)] if mean else []
+    return line_chart(name, lines) if lines else ""
+
+
 def curves(rows):
-    """Validation mAP, and how many of the pseudo-labels are right"""
-    charts = []
-    for title, names in {"validation mAP over epochs": ["val_mAP"], **RIGHT}.items():
-        lines = []
-        for row, name in ((row, name) for row in rows for name in names):
-            used = lambda run: name == "val_mAP" or getattr(run.settings, "plc", True)  # noqa: B023
-            found = [(run.settings.seed, run.column(name)) for run in row.runs if run.column(name) and used(run)]
-            lines += [(row, "run", f"{row.method}: {name}, seed {seed}", line) for seed, line in found]
-            epochs = sorted(set.intersection(*(set(line) for _, line in found))) if found else []
-            mean = {epoch: np.mean([line[epoch] for _, line in found]) for epoch in epochs}
-            lines += [(row, "mean", f"{row.method}: {name}, mean", mean)] if mean else []
-        charts += [line_chart(title, lines)] if lines else []
-    return "".join(charts)
+    """-> charts of validation mAP and of the precision of pseudo-labels, and of every other column"""
+    names = dict.fromkeys(name for row in rows for run in row.runs for epoch in run.epochs for name in epoch)
+    order = lambda name: (name != "val_mAP", not name.startswith("pseudo_"))
+    names = sorted((name for name in names if name not in NOT_DRAWN), key=order)
+    first = [name for name in names if name == "val_mAP" or re.fullmatch("pseudo_.*_precision", name)]
+    draw = lambda names: "".join(curve(rows, name) for name in names)
+    return draw(first), draw(name for name in names if name not in first)
 
 
 def bar(row, value, width, left=0.0, text=""):
@@ -468,9 +482,9 @@ def gallery(rows, args):
     chosen = [min(row.runs, key=lambda run: run.settings.seed) for row in rows]
     for run in tqdm(chosen, desc="test images", leave=False, disable=not sys.stderr.isatty()):
         model, settings, classes = predict.load_model(run.path, device)
-        then = os.path.join(run.began_in, settings.data_root)
+        then = os.path.join(run.working_directory, settings.data_root)
         root = then if Path(then, settings.dataset).is_dir() else settings.data_root
-        settings = replace(settings, data_root=args.data_root or root)
+        settings = replace(settings, data_root=args.data_root or root, smoke=False)  # the same images for all runs
         folder = Path(settings.data_root, settings.dataset)
         if os.sep not in settings.dataset and not folder.is_dir():  # before load() makes scenes: a report makes nothing
             common.die(f"there is no {folder} here, say where it is with --data_root")
@@ -482,11 +496,8 @@ def gallery(rows, args):
             common.die(f"the test images or classes of {settings.dataset} are not those of all these runs")
         order = np.random.RandomState(args.seed).permutation(len(data.test))  # rows of the file, all of it test
         sample = order[:SAMPLE]
-        batches = [data.test.images[batch] for batch in common.in_batches(sample)]
-        for batch in batches:
-            if isinstance(batch, str):
-                common.die(batch)
-        p.append(torch.cat([predict.probabilities(model, batch, device) for batch in batches]))
+        batches = common.in_batches(sample)
+        p.append(torch.cat([predict.probabilities(model, data.test.images[batch], device) for batch in batches]))
     p, observed = torch.stack(p), common.draw_single_positives(data.test.y)  # (methods, images, C), (N, C)
     kinds = {f"The first {SHOWN} of a random order (seed {args.seed})": range(min(SHOWN, len(sample)))}
     if len(rows) > 1:
@@ -528,7 +539,8 @@ def image_card(rows, data, image, p, observed):
 def thumbnail(images, row):
     path = images.image_folder / images.names[row]
     try:
-        image = common.read_image(path) if path.is_file() else Image.fromarray(images[[row]][0].numpy())
+        there = path.is_file()  # a cache of pixels may be all that is left
+        image = common.read_image(path, images.upright) if there else Image.fromarray(images[[row]][0])
     except common.UNREADABLE as problem:
         common.die(f"{path} can't be read: {problem}")
     image.thumbnail((224, 224))
@@ -554,12 +566,15 @@ def section(template, name, rows, args, warn):
         reason = str(problem).removeprefix("error: ")
         warn(f"no images of {name}: {reason}")
         images = f'<p class="note">No images: {escape(reason)}</p>'
+    first, more = curves(rows)
+    more = f'<details><summary>More columns</summary><div class="charts">{more}</div></details>' if more else ""
     return Template(template).substitute(
         name=escape(name),
         keys="".join(f'<span style="{row.style}">{escape(row.method)}</span>' for row in rows),
         table=html_table(details(rows)),
         footnote=escape(footnote(rows)),
-        curves=curves(rows),
+        curves=first,
+        more_curves=more,
         options="".join(f'<option value="{escape(x)}">{escape(x)}</option>' for x in sorted(rows[0].runs[0].AP)),
         bars=difference_bars(rows),
         images=images,

@@ -67,10 +67,15 @@ def clip_cosines(clip, data, texts, cache):
     return {name: torch.from_numpy(image @ text.T).to(data.train.z.device) for name, image in images.items()}
 
 
+def clip_scores(cosine, tau):
+    """Eq. 1: q = softmax(cosine / tau) over the classes"""
+    return (cosine / tau).softmax(1)
+
+
 def vlpl_pseudo_labels(cosine, z, tau, theta, delta=0.0):
-    """Algorithm 1: q = softmax(cosine / tau) over the classes (Eq. 1); 1 where q > theta; -1 for the int(delta * C)
-    lowest of an image that are neither 1 nor observed; 0 = unknown, and where z = 1. -> (B, C) int8"""
-    q = (cosine / tau).softmax(1)
+    """Algorithm 1: 1 where q > theta; -1 for the int(delta * C) lowest of an image that are neither 1 nor observed;
+    0 = unknown, and where z = 1. -> (B, C) int8"""
+    q = clip_scores(cosine, tau)
     pseudo = (q > theta).to(torch.int8)
     if lowest := int(delta * q.shape[1]):
         place = cosine.argsort(dim=1, stable=True).argsort(dim=1)  # cosine sorts as q does, which may underflow

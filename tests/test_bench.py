@@ -7,6 +7,8 @@ import bench
 import numpy as np
 import pytest
 from conftest import ROOT, finish, start
+from hypothesis import given
+from hypothesis import strategies as st
 
 
 def quick(*flags, cwd):
@@ -38,6 +40,22 @@ def test_repeats_take_turns():
     found = bench.interleave(3, a=lambda: order.append("a") or len(order), b=lambda: order.append("b") or len(order))
     assert "".join(order) == "abbaab"
     assert found == {"a": [1, 4, 5], "b": [2, 3, 6]}
+
+
+positive = st.floats(1e-3, 1e3)
+
+
+@given(st.lists(st.tuples(positive, positive), min_size=2, max_size=9), st.booleans())
+def test_a_ratio_lies_between_its_quartiles(pairs, faster):
+    row = bench.compare(1, "any", *map(list, zip(*pairs)), "s", faster=faster)
+    assert row.quartiles[0] <= row.ratio <= row.quartiles[1]
+
+
+def test_a_ratio_is_that_of_what_was_measured_together():
+    """The medians are of different repeats here: their ratio, 4, would lie outside of its quartiles"""
+    row = bench.compare(1, "drift", [1.0, 8.0, 4.0], [1.0, 16.0, 1.0], "s")
+    assert (row.ours, row.other, row.ratio) == (4, 1, 1)  # of 1, 0.5 and 4
+    assert row.quartiles == (0.75, 2.5)
 
 
 def test_compare_takes_medians():

@@ -6,23 +6,34 @@ import time
 
 import pytest
 import torch
-from conftest import LEARNT, ROOT, SMALL, TORCHRUN, finish, only_run, start
+from conftest import LEARNT, ROOT, SMALL, TORCHRUN, assert_same_run, finish, only_run, start
 
 import common
 import em_apl
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+def loss_of(*arguments):
+    """The loss that the script's loop takes, without its parts"""
+    return em_apl.em_apl_loss(*arguments)[0]
 
 
 def test_em_loss_by_hand():
     logits = torch.tensor([[0.0, math.log(3)]])  # p = 1/2, 3/4
     z, s = torch.tensor([[1, 0]]), torch.zeros(1, 2)
     entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
-    assert em_apl.em_apl_loss(logits, z, s, 0.2, 9.0).item() == pytest.approx((math.log(2) - 0.2 * entropy) / 2)
+    loss, parts = em_apl.em_apl_loss(logits, z, s, 0.2, 9.0)
+    assert loss.item() == pytest.approx((math.log(2) - 0.2 * entropy) / 2)
+    expected = {"loss_positive": math.log(2) / 2, "loss_unknown": -0.1 * entropy, "loss_pseudo_negative": 0.0}
+    assert {name: part.item() for name, part in parts.items()} == pytest.approx(expected)
 
 
 def test_pseudo_negative_by_hand():
     logits, z, s = torch.tensor([[math.log(3)]]), torch.tensor([[-1]]), torch.tensor([[0.1]])
     expected = 0.5 * (-0.1 * math.log(0.75) - 0.9 * math.log(0.25))
-    assert em_apl.em_apl_loss(logits, z, s, 0.2, 0.5).item() == pytest.approx(expected)
+    loss, parts = em_apl.em_apl_loss(logits, z, s, 0.2, 0.5)
+    assert loss.item() == parts["loss_pseudo_negative"].item() == pytest.approx(expected)
 
 
 @pytest.fixture
@@ -48,15 +59,15 @@ def test_loss_against_a_slow_reference(batch):
                 total -= 0.7 * (s[n, c].item() * math.log(p) + (1 - s[n, c].item()) * math.log(1 - p))
     before = [t.clone() for t in batch]
     for dtype in (torch.int8, torch.float32, torch.int64):
-        assert em_apl.em_apl_loss(logits, z.to(dtype), s, 0.3, 0.7).item() == pytest.approx(total / 30, rel=1e-12)
+        assert loss_of(logits, z.to(dtype), s, 0.3, 0.7).item() == pytest.approx(total / 30, rel=1e-12)
     assert all(torch.equal(new, old) for new, old in zip(batch, before))
 
 
 def test_gradients(batch):
     logits, z, s = batch
     logits.requires_grad_()
-    torch.autograd.gradcheck(lambda x: em_apl.em_apl_loss(x, z, s, 0.3, 0.7), logits)
-    (gradient,) = torch.autograd.grad(em_apl.em_apl_loss(logits, z, s, 0.3, 0.7), logits)
+    torch.autograd.gradcheck(lambda x: loss_of(x, z, s, 0.3, 0.7), logits)
+    (gradient,) = torch.autograd.grad(loss_of(logits, z, s, 0.3, 0.7), logits)
     p = logits.detach().sigmoid()
     closed = torch.where(
         z == 1, p - 1, torch.where(z == 0, 0.3 * logits.detach() * p * (1 - p), 0.7 * (p - s))
@@ -64,10 +75,31 @@ def test_gradients(batch):
     torch.testing.assert_close(gradient, closed / 30)
 
 
-def test_extreme_logits_stay_finite():
-    logits = torch.tensor([[100.0, -100.0, 100.0, -100.0, 100.0, -100.0]], requires_grad=True)
+def test_parts_sum_up_to_the_loss(batch):
+    loss, parts = em_apl.em_apl_loss(*batch, 0.3, 0.7)
+    assert list(parts) == ["loss_positive", "loss_unknown", "loss_pseudo_negative"]
+    assert sum(parts.values()).item() == pytest.approx(loss.item(), rel=1e-12)
+    assert all(part != 0 for part in parts.values())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_loss_is_computed_in_full_precision(dtype, autocast, batch):
+    logits, z, s = batch[0].to(dtype).requires_grad_(), batch[1], batch[2].float()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss, parts = em_apl.em_apl_loss(logits, z, s, 0.3, 0.7)
+    precise = torch.float64 if dtype == torch.float64 else torch.float32
+    assert {value.dtype for value in (loss, *parts.values())} == {precise}
+    assert loss.item() == pytest.approx(loss_of(logits.double(), z, s, 0.3, 0.7).item(), rel=1e-5)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert gradient.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_extreme_logits_stay_finite(dtype):
+    logits = torch.tensor([[100.0, -100.0, 100.0, -100.0, 100.0, -100.0]], dtype=dtype, requires_grad=True)
     z, s = torch.tensor([[1, 1, 0, 0, -1, -1]]), torch.full((1, 6), 0.3)
-    value = em_apl.em_apl_loss(logits, z, s, 0.2, 0.5)
+    value = loss_of(logits, z, s, 0.2, 0.5)
     (gradient,) = torch.autograd.grad(value, logits)
     assert value.isfinite()
     assert gradient.isfinite().all()
@@ -75,7 +107,7 @@ def test_extreme_logits_stay_finite():
 
 def test_soft_labels_count_only_where_they_are():
     logits, z = torch.zeros(1, 2, requires_grad=True), torch.tensor([[1, -1]])
-    value = em_apl.em_apl_loss(logits, z, torch.tensor([[math.nan, 0.5]]), 0.2, 1.0)
+    value = loss_of(logits, z, torch.tensor([[math.nan, 0.5]]), 0.2, 1.0)
     (gradient,) = torch.autograd.grad(value, logits)
     assert value.item() == pytest.approx(math.log(2))
     assert gradient.isfinite().all()
@@ -102,14 +134,48 @@ def test_selection_against_a_loop():
         assert all(z[row, c] == 0 for row in chosen[:, c].nonzero().flatten())
 
 
-def test_quality_by_hand():
-    free = torch.tensor([[0, 1], [1, 1], [1, 1], [1, 1]], dtype=torch.bool)
+def test_logit_magnitudes_by_hand():
+    logits = torch.tensor([[3.0, -5.0, 2.0], [-1.0, 4.0, -8.0]], requires_grad=True)
+    z, y = torch.tensor([[1, 0, 0], [0, 0, 0]]), torch.tensor([[1, 1, 0], [0, 1, 0]])
+    sizes = em_apl.logit_magnitudes(logits, z, y)
+    assert sizes["logit_positives"].item() == pytest.approx((5 + 4) / 2)  # the observed 3 is left out
+    assert sizes["logit_negatives"].item() == pytest.approx((2 + 1 + 8) / 3)
+    assert not any(size.requires_grad for size in sizes.values())
+    assert em_apl.logit_magnitudes(logits, z, torch.zeros_like(y))["logit_positives"].isnan()  # none there
+
+
+def columns(*batches):
+    run = common.Run(em_apl.Args(device="cpu", workers=0), "em_apl.py")
+    for pseudo, z, y in batches:
+        run.log_pseudo_labels(pseudo, z, y)
+    return run.row_of_logs()
+
+
+def test_columns_of_pseudo_labels_by_hand():
+    z = torch.tensor([[1, 0], [0, 0], [0, 0], [0, 0]])
     y = torch.tensor([[1, 1], [1, 0], [0, 0], [0, 0]])
-    chosen = torch.tensor([[0, 1], [1, 1], [1, 0], [1, 0]], dtype=torch.bool)  # three of class 0, two of class 1
-    correct, by_chance, at_best = em_apl.quality(chosen, y == 0, free)
-    assert correct.item() == pytest.approx(60)
-    assert by_chance.item() == pytest.approx(100 * (3 * 2 / 3 + 2 * 3 / 4) / 5)
-    assert at_best.item() == pytest.approx(100 * (2 + 2) / 5)
+    pseudo = torch.tensor([[-1, -1], [-1, -1], [-1, 0], [-1, 1]])  # of the observed one nobody asks
+    expected = {  # three and two negatives are chosen; 2 of 3 and 3 of 4 that were not observed are right
+        "pseudo_negatives_per_image": 5 / 4,
+        "pseudo_negatives_precision": 100 * 3 / 5,
+        "pseudo_negatives_precision_at_random": 100 * (3 * 2 / 3 + 2 * 3 / 4) / 5,
+        "pseudo_negatives_recall": 100 * 3 / 5,
+        "pseudo_positives_per_image": 1 / 4,
+        "pseudo_positives_precision": 0,
+        "pseudo_positives_precision_at_random": 100 * 1 / 4,
+        "pseudo_positives_recall": 0,
+    }
+    assert columns((pseudo, z, y)) == pytest.approx(expected)
+    halves = [(pseudo[half], z[half], y[half]) for half in (slice(0, 1), slice(1, 4))]
+    assert columns(*halves) == pytest.approx(expected)
+    counts = {name: value for name, value in expected.items() if name.endswith("per_image")}
+    assert columns((pseudo, z, None)) == pytest.approx(counts)  # nobody knows the truth
+    none = columns((torch.zeros_like(pseudo), z, y))
+    assert none == dict.fromkeys(counts, 0)  # there is nothing to judge
+    negatives = columns((pseudo.clamp(max=0), z, y))
+    assert negatives == pytest.approx(
+        {name: value for name, value in expected.items() if "negatives" in name} | {"pseudo_positives_per_image": 0}
+    )
 
 
 def test_presets_are_those_of_table_6():
@@ -122,6 +188,24 @@ def test_presets_are_those_of_table_6():
         assert (args.theta, args.epochs, args.patience) == (0.9, 10, 0)
 
 
+REFUSED = {
+    "--alpha -9": "--alpha must be at least 0, not -9.0",
+    "--beta -0.1": "--beta must be at least 0, not -0.1",
+    "--beta nan": "--beta must be a finite number, not nan",
+    "--theta 1.5": "--theta must be between 0 and 1, not 1.5",
+    "--pos_theta -0.1": "--pos_theta must be between 0 and 1, not -0.1",
+    "--warmup 0": "--warmup must be at least 1 and below 2^31, not 0",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_value_out_of_range_is_one_sentence(words, script, squares, workplace):
+    with pytest.raises(SystemExit) as refusal:
+        script("em_apl.py", "--dataset", squares, *words.split())
+    assert refusal.value.code == f"error: {REFUSED[words]}"
+    assert not (workplace / "runs").exists()
+
+
 # ---- runs
 
 FLAGS = (*SMALL, "--workers", 0, "--patience", -1)
@@ -132,20 +216,54 @@ def rows_of(run):
         return list(csv.DictReader(file))
 
 
+def state_of(run):
+    last = torch.load(run / "last.pt", weights_only=True)
+    assert set(last["labels"]) == {"pseudo", "s"}
+    return last["labels"]["pseudo"], last["labels"]["s"]
+
+
+def train_split(squares):
+    return common.load(em_apl.Args(dataset=squares, image_size=32)).train
+
+
 def test_the_schedule_of_pseudo_negatives(script, squares, workplace):
     script("em_apl.py", "--dataset", squares, *FLAGS, "--epochs", 5, "--warmup", 2, "--theta", 0.6)
-    last = torch.load(only_run(workplace) / "last.pt", weights_only=True)
-    z, s = last["z"], last["s"]
-    quota = [int(0.6 * n / 3) for n in (z != 1).sum(0).tolist()]
-    counts = [round(80 * float(row["negatives_per_image"])) for row in rows_of(only_run(workplace))]
-    assert counts == [n * sum(quota) for n in (0, 1, 2, 3, 3)]  # after epochs 2, 3 and 4; not after the last
-    assert (z == -1).sum(0).tolist() == [3 * q for q in quota]
-    assert ((s > 0) == (z == -1)).all()
+    pseudo, s = state_of(only_run(workplace))
+    split = train_split(squares)
+    quota = [int(0.6 * n / 3) for n in (split.z == 0).sum(0).tolist()]
     rows = rows_of(only_run(workplace))
-    assert {"loss_positive", "loss_unknown", "loss_pseudo", "logit_positives", "logit_negatives"} <= rows[0].keys()
-    terms = sum(float(rows[0][f"loss_{term}"]) for term in ("positive", "unknown", "pseudo"))
-    assert float(rows[0]["loss"]) == pytest.approx(terms, abs=1e-6)
-    assert float(rows[-1]["pseudo_correct"]) <= float(rows[-1]["pseudo_at_best"])
+    counts = [round(80 * float(row["pseudo_negatives_per_image"])) for row in rows]
+    assert counts == [n * sum(quota) for n in (0, 1, 2, 3, 3)]  # after epochs 2, 3 and 4; not after the last
+    assert (pseudo == -1).sum(0).tolist() == [3 * q for q in quota]
+    assert not (pseudo == 1).any()
+    assert ((s > 0) == (pseudo == -1)).all()
+    assert not pseudo[split.z == 1].any()
+    assert {"logit_positives", "logit_negatives"} <= rows[0].keys()
+    for row in rows:
+        parts = sum(float(row[f"loss_{part}"]) for part in ("positive", "unknown", "pseudo_negative"))
+        assert float(row["loss"]) == pytest.approx(parts, abs=1e-6)
+    assert [float(row["loss_pseudo_negative"]) > 0 for row in rows] == [False, False, True, True, True]
+
+
+def test_the_logged_pseudo_labels_are_those_of_the_checkpoint(script, squares, workplace):
+    flags = ("--epochs", 4, "--warmup", 2, "--theta", 0.5, "--pos_theta", 0.2)
+    script("em_apl.py", "--dataset", squares, *FLAGS, *flags)
+    (pseudo, _), split = state_of(only_run(workplace)), train_split(squares)
+    hidden = [(n, c) for n in range(80) for c in range(4) if split.z[n, c] == 0]
+    *_, row = rows_of(only_run(workplace))
+    for kind, sign, truth in (("positives", 1, 1), ("negatives", -1, 0)):
+        chosen = [(n, c) for n, c in hidden if pseudo[n, c] == sign]
+        right = sum(split.y[n, c].item() == truth for n, c in chosen)
+        share = [torch.tensor([split.y[n, c] == truth for n, c in hidden if c == of]).float().mean() for of in range(4)]
+        expected = {
+            "per_image": len(chosen) / 80,
+            "precision": 100 * right / len(chosen),
+            "precision_at_random": 100 * sum(share[c].item() for _, c in chosen) / len(chosen),
+            "recall": 100 * right / sum(split.y[n, c].item() == truth for n, c in hidden),
+        }
+        got = {name: float(row[f"pseudo_{kind}_{name}"]) for name in expected}
+        assert got == pytest.approx(expected, rel=1e-5)
+        assert 0 < got["precision"] < 100
 
 
 @pytest.mark.parametrize(
@@ -153,14 +271,24 @@ def test_the_schedule_of_pseudo_negatives(script, squares, workplace):
 )
 def test_ablations_run(flags, script, squares, workplace):
     script("em_apl.py", "--dataset", squares, *FLAGS, "--epochs", 4, "--warmup", 2, *flags)
-    last = torch.load(only_run(workplace) / "last.pt", weights_only=True)
-    chosen = last["z"] < 0
+    pseudo, s = state_of(only_run(workplace))
+    chosen = pseudo != 0
     assert chosen.any() == ("--no_apl" not in flags)
     if "--hard" in flags:
-        assert not last["s"].any()
+        assert not s.any()
     if "--pos_theta" in flags:
-        free = (last["z"] != 1).sum(0).tolist()
+        free = (train_split(squares).z == 0).sum(0).tolist()
         assert chosen.sum(0).tolist() == [2 * (int(0.9 * n / 2) + int(0.1 * n / 2)) for n in free]
+        assert (pseudo == 1).sum(0).tolist() == [2 * int(0.1 * n / 2) for n in free]
+
+
+def test_hard_negatives_leave_pseudo_positives_soft(script, squares, workplace):
+    flags = ("--epochs", 4, "--warmup", 2, "--hard", "--pos_theta", 0.1)
+    script("em_apl.py", "--dataset", squares, *FLAGS, *flags)
+    pseudo, s = state_of(only_run(workplace))
+    assert not s[pseudo == -1].any()
+    assert (s[pseudo == 1] > 0).all()
+    assert (pseudo == 1).any()
 
 
 def test_what_is_selected_and_recorded(script, squares, workplace):
@@ -173,15 +301,19 @@ def test_what_is_selected_and_recorded(script, squares, workplace):
     model = common.Classifier(args, 4).eval()
     model.load_state_dict(last["model"])
     with torch.no_grad():
-        p = model(split.images[split.rows].permute(0, 3, 1, 2).float() / 255).sigmoid()  # plain images, eval mode
-    z, s = last["z"], last["s"]
-    torch.testing.assert_close(s[z < 0], p[z < 0], rtol=1e-4, atol=1e-5)
+        x = torch.from_numpy(split.images[split.rows]).permute(0, 3, 1, 2).float() / 255  # plain images, eval mode
+        p = model(x).sigmoid()
+    pseudo, s = state_of(only_run(workplace))
+    torch.testing.assert_close(s[pseudo != 0], p[pseudo != 0], rtol=1e-4, atol=1e-5)
+    assert not s[pseudo == 0].any()
     for c in range(4):
         free = p[split.z[:, c] == 0, c].sort().values
         low, high = int(0.5 * len(free)), int(0.1 * len(free))
-        torch.testing.assert_close(s[z[:, c] == -1, c].sort().values, free[:low], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(s[z[:, c] == -2, c].sort().values, free[len(free) - high :], rtol=1e-4, atol=1e-5)
-    assert torch.equal(z == 1, split.z == 1)
+        torch.testing.assert_close(s[pseudo[:, c] == -1, c].sort().values, free[:low], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            s[pseudo[:, c] == 1, c].sort().values, free[len(free) - high :], rtol=1e-4, atol=1e-5
+        )
+    assert not pseudo[split.z == 1].any()
 
 
 def test_a_stop_between_selection_and_save_changes_nothing(script, squares, workplace, monkeypatch):
@@ -200,9 +332,9 @@ def test_a_stop_between_selection_and_save_changes_nothing(script, squares, work
     monkeypatch.setattr(common.Run, "save", save)
     (torn,), (whole,) = (workplace / "torn").iterdir(), (workplace / "whole").iterdir()
     script("em_apl.py", "--resume", torn)
-    a, b = (torch.load(run / "last.pt", weights_only=True) for run in (torn, whole))
-    assert torch.equal(a["z"], b["z"])
-    assert torch.equal(a["s"], b["s"])
+    for one, other in zip(state_of(torn), state_of(whole)):
+        assert torch.equal(one, other)
+    assert_same_run(torn, whole)
 
 
 def test_em_learns(script, squares, workplace):
@@ -228,15 +360,17 @@ def test_the_label_state_survives_a_kill(squares, workplace):
     finish(start(ROOT / "em_apl.py", "--resume", only_run(workplace), cwd=workplace))
     finish(start(*command, "--out", "whole", cwd=workplace))
     (whole,) = (workplace / "whole").iterdir()
-    a, b = (torch.load(run / "last.pt", weights_only=True) for run in (only_run(workplace), whole))
-    assert torch.equal(a["z"], b["z"])
-    assert torch.equal(a["s"], b["s"])
-    assert all(torch.equal(a["model"][key], b["model"][key]) for key in a["model"])
+    for one, other in zip(state_of(only_run(workplace)), state_of(whole)):
+        assert torch.equal(one, other)
+    assert_same_run(only_run(workplace), whole)
 
 
 def test_two_processes_select_together(squares, workplace):
     finish(
         start(*TORCHRUN, ROOT / "em_apl.py", "--dataset", squares, *FLAGS, "--epochs", 4, "--warmup", 2, cwd=workplace)
     )
-    z = torch.load(only_run(workplace) / "last.pt", weights_only=True)["z"]
-    assert (z == -1).sum(0).tolist() == [2 * int(0.9 * n / 2) for n in (z != 1).sum(0).tolist()]
+    pseudo, _ = state_of(only_run(workplace))
+    quota = [int(0.9 * n / 2) for n in (train_split(squares).z == 0).sum(0).tolist()]
+    assert (pseudo == -1).sum(0).tolist() == [2 * q for q in quota]
+    counts = [round(80 * float(row["pseudo_negatives_per_image"])) for row in rows_of(only_run(workplace))]
+    assert counts == [n * sum(quota) for n in (0, 1, 2, 2)]  # images of both are counted once

@@ -1,8 +1,12 @@
 import csv
 import json
 import math
+import random
 import signal
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,9 +25,12 @@ from conftest import (
 )
 from PIL import Image
 from torch import nn
+from torchvision import transforms
+from torchvision.transforms.autoaugment import _apply_op
 
 import common
 import lac
+import scenes
 
 # ---- losses
 
@@ -43,9 +50,9 @@ def slow_plc(logits, p_weak, z, delta):
 
 @pytest.mark.parametrize("delta", [0.5, 0.6, 0.9])
 def test_plc_against_eq_4(delta):
-    chance = torch.Generator().manual_seed(1)
-    logits = 3 * torch.randn(7, 5, generator=chance, dtype=torch.float64)
-    p_weak = torch.rand(7, 5, generator=chance, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    logits = 3 * torch.randn(7, 5, generator=generator, dtype=torch.float64)
+    p_weak = torch.rand(7, 5, generator=generator, dtype=torch.float64)
     p_weak[0, 0], p_weak[1, 1] = delta, 1 - delta  # reached by equality
     z = F.one_hot(torch.tensor([1, 0, 2, 4, 4, 3, 0]), 5)
     z[6] = 0
@@ -68,17 +75,26 @@ def test_plc_takes_no_gradient_through_the_weak_view():
 
 
 def test_an_is_a_sum_over_classes():
-    loss = lac.an_loss(torch.zeros(3, 4), F.one_hot(torch.tensor([0, 1, 2]), 4))
+    loss = lac.an_loss_sum(torch.zeros(3, 4), F.one_hot(torch.tensor([0, 1, 2]), 4))
     assert loss.item() == pytest.approx(4 * math.log(2))
 
 
 def test_extreme_logits_stay_finite():
     logits = torch.tensor([[-100.0, 100.0, 100.0, -100.0]], requires_grad=True)
-    loss = lac.an_loss(logits, torch.tensor([[1, 1, 0, 0]]))
+    loss = lac.an_loss_sum(logits, torch.tensor([[1, 1, 0, 0]]))
     loss = loss + lac.plc_loss(logits, torch.tensor([[1.0, 0.0, 0.0, 1.0]]), torch.zeros(1, 4), 0.9)
     loss.backward()
     assert loss.isfinite()
     assert logits.grad.isfinite().all()
+
+
+def test_losses_of_bf16_logits_are_computed_in_full_precision():
+    generator = torch.Generator().manual_seed(2)
+    weak, strong = (3 * torch.randn(7, 5, generator=generator, dtype=torch.bfloat16) for _ in range(2))
+    z = F.one_hot(torch.tensor([1, 0, 2, 4, 4, 3, 0]), 5)
+    assert torch.equal(lac.an_loss_sum(weak, z), lac.an_loss_sum(weak.float(), z))
+    p_weak = weak.float().sigmoid()
+    assert torch.equal(lac.plc_loss(strong, p_weak, z, 0.6), lac.plc_loss(strong.float(), p_weak, z, 0.6))
 
 
 def slow_lac(a, class_a, b, class_b, tau, denominator):
@@ -97,9 +113,9 @@ def slow_lac(a, class_a, b, class_b, tau, denominator):
 
 
 def embeddings(n, classes, seed):
-    chance = torch.Generator().manual_seed(seed)
-    embed = F.normalize(torch.randn(n, 6, generator=chance, dtype=torch.float64), dim=1)
-    return embed, torch.randint(0, classes, (n,), generator=chance)
+    generator = torch.Generator().manual_seed(seed)
+    embed = F.normalize(torch.randn(n, 6, generator=generator, dtype=torch.float64), dim=1)
+    return embed, torch.randint(0, classes, (n,), generator=generator)
 
 
 @pytest.mark.parametrize("denominator", ["inter", "all"])
@@ -252,7 +268,7 @@ def arguments(*words):
 def test_the_model_computes_what_the_paper_says():
     """The whole decoder again, head by head, with the model's own weights"""
     torch.manual_seed(0)
-    model = lac.make_model(arguments(), 5).eval()
+    model = lac.LabelWise(arguments(), 5).eval()
     x = torch.rand(2, 3, 32, 32)
     fmap = model.shrink(model.feature_map(x))
     memory = fmap.flatten(2).transpose(1, 2)
@@ -298,20 +314,20 @@ def test_positions_tell_rows_from_columns():
 
 @pytest.mark.parametrize("backbone", ["resnet18", "tf_efficientnet_lite0", "mobilenetv3_small_100", "test_convnext"])
 def test_backbones_that_give_a_map(backbone):
-    model = lac.make_model(arguments("--backbone", backbone, "--image_size", "64"), 3).eval()
+    model = lac.LabelWise(arguments("--backbone", backbone, "--image_size", "64"), 3).eval()
     assert model(torch.rand(1, 3, 64, 64)).shape == (1, 3)
     assert min(model.feature_map(torch.rand(1, 3, 64, 64)).shape[2:]) >= 2
 
 
 def test_a_backbone_without_a_map_gives_one_sentence():
     with pytest.raises(SystemExit, match="test_vit gives no map"):
-        lac.make_model(arguments("--backbone", "test_vit", "--image_size", "160"), 3)
+        lac.LabelWise(arguments("--backbone", "test_vit", "--image_size", "160"), 3)
 
 
 def test_the_papers_size():
     args = common.parse(lac.Args, lac.PRESETS, ["--dataset", "coco", "--weights", "none"])
     with torch.device("meta"):
-        model = lac.make_model(args, 80)
+        model = lac.LabelWise(args, 80)
     assert isinstance(model.shrink, nn.Identity)  # 2048 channels, as they come
     assert model.queries.shape == model.weight.shape == (80, 2048)
     assert model.encoder.ffn[0].out_features == 8192
@@ -349,49 +365,142 @@ def test_freeze_backbone_trains_the_rest(tmp_path, squares, workplace, script):
 
 
 def test_random_first_layers_learn():
-    model = lac.make_model(arguments(), 3).train()
+    model = lac.LabelWise(arguments(), 3).train()
     assert all(weight.requires_grad for weight in model.parameters())
     assert all(module.training for module in model.modules())
 
 
 # ---- views
 
+RAND_AUGMENT = transforms.RandAugment()  # two operations, magnitude 9 of 31, as its defaults are
+
+
+def noise(side, seed=0):
+    return np.random.RandomState(seed).randint(20, 200, (side, side, 3)).astype(np.uint8)
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
 
 def test_the_strong_view_is_distorted_and_cut():
-    grey = torch.full((40, 40, 3), 200, dtype=torch.uint8)
+    grey = np.full((40, 40, 3), 200, dtype=np.uint8)
     for seed in range(10):
-        torch.manual_seed(seed)
-        view = lac.strong_view(grey)
+        view = lac.strong_view(grey, generator(seed))
         assert view.shape == grey.shape
-        assert view.dtype == torch.uint8
-        hole = (view == torch.tensor([124, 116, 104])).all(2)
+        assert view.dtype == np.uint8
+        hole = (view == (124, 116, 104)).all(2)
         assert hole.sum() == 400  # half a side: a quarter of the image
         rows, columns = hole.any(1).sum(), hole.any(0).sum()
         assert (rows, columns) == (20, 20)
+    assert (grey == 200).all()
+
+
+@pytest.mark.parametrize("side", [32, 41, 64, 331, 448])
+def test_the_operations_are_those_of_torchvision(side):
+    image, space = Image.fromarray(noise(side)), RAND_AUGMENT._augmentation_space(31, (side, side))
+    assert len(lac.OPERATIONS) == len(space) == 14
+    for (operation, ours, signed), (name, (magnitudes, theirs_signed)) in zip(lac.OPERATIONS, space.items()):
+        assert signed == theirs_signed, name
+        theirs = magnitudes[9].item() if magnitudes.ndim else 0.0
+        for sign in (1, -1) if signed else (1,):
+            expected = _apply_op(image, name, sign * theirs, RAND_AUGMENT.interpolation, None)
+            assert np.array_equal(operation(image, sign * ours), expected), (name, sign)
+            assert (name == "Identity") == np.array_equal(expected, image), name
+
+
+@pytest.mark.parametrize("side", [32, 64])
+def test_the_strong_view_is_that_of_torchvision(side):
+    """RandAugment and RandomErasing, which draw from the global generator what ours draws from its own"""
+    cutout = transforms.RandomErasing(p=1, scale=(0.25, 0.25), ratio=(1, 1), value=(124, 116, 104))
+    for seed in range(100):
+        pixels = noise(side, seed)
+        torch.manual_seed(seed)
+        expected = cutout(torch.from_numpy(np.array(RAND_AUGMENT(Image.fromarray(pixels)))).permute(2, 0, 1))
+        assert np.array_equal(lac.strong_view(pixels, generator(seed)), expected.permute(1, 2, 0)), seed
+
+
+def test_all_operations_come_up(monkeypatch):
+    """Each of the 14 about as often as the others, and where there is a sign both about as often"""
+    seen = Counter()
+    record = lambda i: lambda image, by: (seen.update([(i, by > 0)]), image)[1]
+    spies = [(record(i), magnitude or 1, signed) for i, (_, magnitude, signed) in enumerate(lac.OPERATIONS)]
+    monkeypatch.setattr(lac, "OPERATIONS", tuple(spies))
+    for row in range(700):
+        lac.two_views(noise(8), row, seed=0, epoch=1)
+    for i, (*_, signed) in enumerate(spies):
+        assert 65 < seen[i, True] + seen[i, False] < 135, i  # of 100, give or take 3.6 standard deviations
+        assert (seen[i, False] > 0.25 * seen[i, True]) == signed, i
+        assert seen[i, True] > 0.25 * seen[i, False], i
+
+
+def views_of(split, seed, epoch, idx, workers=0):
+    """All views of some images, as a run's loader reads them: (N, 2, 3, 32, 32)"""
+    augment = partial(lac.two_views, seed=seed, epoch=epoch)
+    loader = common.Loader(lac.Args(workers=workers), torch.device("cpu"))
+    return torch.cat(list(loader.pixels(split, common.in_batches(idx, 4), augment)))
 
 
 def test_views_follow_seed_epoch_and_image(squares):
-    data = common.load(arguments("--dataset", squares))
-    rows = data.train.rows[:6]
-    views = lambda seed, epoch, order: common.Views(data.train.images, lac.strong_view, seed, epoch)[order]
-    first, again = views(0, 1, rows), views(0, 1, rows[::-1])
-    assert first.shape == (6, 2, 32, 32, 3)
-    assert torch.equal(first[:, 0], data.train.images[rows])  # the plain one, of the same decoding
+    train = common.load(arguments("--dataset", squares)).train
+    idx = np.arange(6)
+    views = partial(views_of, train, idx=idx)
+    first, again = views(0, 1), views(0, 1, idx=idx[::-1])
+    assert first.shape == (6, 2, 3, 32, 32)
+    plain = common.as_pixels(torch.from_numpy(train.images[train.rows[idx]]))
+    assert torch.equal(first[:, 0], plain)  # of the same decoding
     assert torch.equal(first, again.flip(0))  # whatever the order
-    assert not torch.equal(first[:, 1], views(0, 2, rows)[:, 1])
-    assert not torch.equal(first[:, 1], views(1, 1, rows)[:, 1])
+    assert not torch.equal(first[:, 1], views(0, 2)[:, 1])
+    assert not torch.equal(first[:, 1], views(1, 1)[:, 1])
+    pixels = noise(32)
+    by_row = [lac.two_views(pixels, row, seed=0, epoch=1) for row in range(6)]  # of one image
+    assert len({views.tobytes() for views in by_row}) == 6
 
 
-def test_views_leave_the_random_state_alone(squares, monkeypatch):
-    data = common.load(arguments("--dataset", squares))
-    torch.manual_seed(7)
-    expected = torch.rand(3)
+@pytest.mark.parametrize("workers", [1, 4])
+def test_views_do_not_depend_on_the_threads(squares, workers):
+    train = common.load(arguments("--dataset", squares)).train
+    idx = np.arange(80)
+    assert torch.equal(views_of(train, 0, 1, idx), views_of(train, 0, 1, idx, workers))
+
+
+def test_views_from_several_threads_at_once():
+    """More threads than cores, all at the same images, each in another order: nothing that they draw is shared"""
+    pixels = [noise(64, row) for row in range(30)]
+    expected = [lac.two_views(pixels[row], row, seed=3, epoch=2) for row in range(30)]
+
+    def all_views(worker):
+        rows = np.random.RandomState(worker).permutation(30)
+        return {row: lac.two_views(pixels[row], row, seed=3, epoch=2) for row in rows}
+
+    with ThreadPoolExecutor(8) as pool:
+        for found in pool.map(all_views, range(8)):
+            assert all(np.array_equal(found[row], expected[row]) for row in range(30))
+
+
+@pytest.mark.parametrize("workers", [0, 4])
+def test_views_leave_the_random_state_alone(squares, monkeypatch, workers):
+    train = common.load(arguments("--dataset", squares)).train
     torch.manual_seed(7)
     monkeypatch.setattr(
         torch.cuda, "manual_seed_all", lambda _: pytest.fail("dropout on a GPU would follow the images")
     )
-    common.Views(data.train.images, lac.strong_view, 0, 1)[data.train.rows[:2]]
-    assert torch.equal(torch.rand(3), expected)
+    states = lambda: (torch.get_rng_state().tolist(), repr(np.random.get_state()), random.getstate())
+    before = states()
+    views_of(train, 0, 1, np.arange(20), workers)
+    assert states() == before
+
+
+def test_both_views_are_flipped_alike(squares):
+    args = arguments("--dataset", squares)
+    run, train = common.Run(args, str(ROOT / "lac.py")), common.load(args).train
+    run.epoch, flipped = 1, 0
+    for x, _, idx in run.batches(train, flip=True, augment=partial(lac.two_views, seed=0, epoch=1)):
+        plain = views_of(train, 0, 1, idx.numpy())
+        mirrored = (x[:, 0] == plain[:, 0].flip(-1)).flatten(1).all(1)
+        assert torch.equal(x, torch.where(mirrored.view(-1, 1, 1, 1, 1), plain.flip(-1), plain))
+        flipped += mirrored.sum()
+    assert 25 < flipped < 55
 
 
 # ---- runs
@@ -405,7 +514,7 @@ def rows(run):
 
 
 def test_both_stages_in_one_run(script, squares, workplace):
-    out = script("lac.py", "--dataset", squares, *SMALL, *SIZE, "--epochs", 2, "--show_attention", 3)
+    out = script("lac.py", "--dataset", squares, *SMALL, *SIZE, "--epochs", 2)
     run = only_run(workplace)
     table = rows(run)
     assert [row["stage"] for row in table] == [1, 1, 2, 2]
@@ -414,23 +523,25 @@ def test_both_stages_in_one_run(script, squares, workplace):
     assert "epoch  3/4" in out
     for row in table:
         assert row["loss"] == pytest.approx(row["loss_an"] + row["loss_plc"] + row["loss_lac"], rel=1e-4)
-        assert row["val_mAP"] == max(row["mAP_raw"], row["mAP_ema"])
-        assert 0 <= row["share_above"] + row["share_below"] <= 100
+        assert row["val_mAP"] == max(row["val_mAP_raw"], row["val_mAP_ema"])
+        assert 0 <= row["pseudo_positives_per_image"] + row["pseudo_negatives_per_image"] <= 3  # of 4, one is observed
     assert table[-1]["queue_fill"] == 30
-    with Image.open(run / "attention.png") as picture:
-        assert np.asarray(picture.convert("L")).std() > 20
+    assert {path.name for path in run.iterdir()} == {
+        *("config.json", "script.py", "metrics.csv", "last.pt", "best.pt", "stage1.pt", "curve.png", "result.json")
+    }
+    assert torch.load(run / "last.pt", weights_only=True)["stage"] == {"number": 2}
 
 
-@pytest.mark.parametrize(("decay", "better"), [(0.5, "average"), (0.999, "model")])
-def test_the_best_of_raw_and_average_counts(script, squares, workplace, decay, better):
+@pytest.mark.parametrize(("decay", "better"), [(0.5, "ema"), (0.999, "model")])
+def test_the_best_of_raw_and_ema_counts(script, squares, workplace, decay, better):
     script("lac.py", "--dataset", squares, *SMALL, *SIZE, "--epochs", 1, "--stage", 1, "--ema", decay)
     run = only_run(workplace)
     (row,) = rows(run)
     kept, last = (torch.load(run / name, weights_only=True) for name in ("best.pt", "last.pt"))
-    assert (row["mAP_ema"] > row["mAP_raw"]) == (better == "average")
-    assert kept["val_mAP"] == row["val_mAP"] == max(row["mAP_raw"], row["mAP_ema"])
+    assert (row["val_mAP_ema"] > row["val_mAP_raw"]) == (better == "ema")
+    assert kept["val_mAP"] == row["val_mAP"] == max(row["val_mAP_raw"], row["val_mAP_ema"])
     assert all(torch.equal(value, last[better][name]) for name, value in kept["model"].items())
-    assert not torch.equal(last["average"]["queries"], last["model"]["queries"])
+    assert not torch.equal(last["ema"]["queries"], last["model"]["queries"])
 
 
 def test_the_losses_of_a_step_are_those_of_its_views(script, squares, workplace):
@@ -440,26 +551,33 @@ def test_the_losses_of_a_step_are_those_of_its_views(script, squares, workplace)
     flags = ("--dataset", squares, *SMALL, *SIZE, *still, "--batch_size", "80", "--delta", "0.9", str(delta))
     script("lac.py", *flags, *weights, "--epochs", 1, "--end_to_end")
     args = common.parse(lac.Args, lac.PRESETS, list(flags))
-    run, data, model = common.Run(args, str(ROOT / "lac.py")), common.load(args), lac.make_model(args, 4).train()
+    run, data, model = common.Run(args, str(ROOT / "lac.py")), common.load(args), lac.LabelWise(args, 4)
     model.load_state_dict(torch.load(only_run(workplace) / "last.pt", weights_only=True)["model"])
     run.epoch = 1
-    ((x, z, idx),) = run.batches(data.train, view=lac.strong_view)
-    logits, embed = model(torch.cat([x[:, 0], x[:, 1]]).contiguous(memory_format=torch.channels_last), True)
+    ((x, z, idx),) = run.batches(data.train, flip=True, augment=partial(lac.two_views, seed=0, epoch=1))
+    x = torch.cat([x[:, 0], x[:, 1]]).contiguous(memory_format=torch.channels_last)
+    logits, embed = model.train()(x, project=True)
     p, y, hidden = logits[:80].sigmoid(), data.train.y[idx], z == 0
     above, below = (p >= delta) & hidden, (p <= 1 - delta) & hidden
     chosen = above | (z == 1)
     classes = chosen.nonzero()[:, 1]
-    an, plc = lac.an_loss(logits[:80], z), lac.plc_loss(logits[80:], p, z, delta)
+    an, plc = lac.an_loss_sum(logits[:80], z), lac.plc_loss(logits[80:], p, z, delta)
     contrast = lac.lac_loss(embed[:80][chosen], classes, embed[80:][chosen], classes, 0.3) * len(classes) / (80 * 4)
-    percent = lambda part: 100 * part.float().mean().item()
     expected = {"loss_an": an.item(), "loss_plc": plc.item(), "loss_lac": contrast.item()}
     expected |= {"loss": (an + 0.5 * plc + 2 * contrast).item()}
-    expected |= {"share_above": percent(above[hidden]), "share_below": percent(below[hidden])}
-    expected |= {"precision_above": percent(y[above] == 1), "precision_below": percent(y[below] == 0)}
+    for kind, chosen, true in (("positives", above, y == 1), ("negatives", below, y == 0)):
+        share = lambda part, whole: 100 * (part.sum() / whole.sum()).item()
+        at_random = (hidden & true).sum(0) / hidden.sum(0)  # (C,)
+        expected |= {
+            f"pseudo_{kind}_per_image": chosen.sum().item() / 80,
+            f"pseudo_{kind}_precision": share(chosen & true, chosen),
+            f"pseudo_{kind}_precision_at_random": share(chosen * at_random, chosen),
+            f"pseudo_{kind}_recall": share(chosen & true, hidden & true),
+        }
     (row,) = rows(only_run(workplace))
     assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-4)
-    assert 0 < row["share_below"] < 100
-    assert 0 < row["precision_above"] < 100
+    assert 0 < row["pseudo_negatives_recall"] < 100
+    assert 0 < row["pseudo_positives_precision"] < 100
 
 
 def test_schedule_and_decay_are_used(script, squares, workplace):
@@ -485,39 +603,93 @@ def test_a_random_backbone_may_be_frozen_where_a_run_has_trained_it(script, squa
         assert torch.equal(before[name], after[name]) == name.startswith("body."), name
 
 
-def at_the_switch(script, squares, workplace, *more):
-    """A run as it stands when stage 1 is over, and nothing in its stage1.pt as it was but for the names"""
-    flags = ("--dataset", squares, *SMALL, *SIZE, "--epochs", 1, *more)
-    script("lac.py", *flags, "--max_steps", 10)
-    run = only_run(workplace)
-    best, last = (torch.load(run / name, weights_only=True) for name in ("best.pt", "last.pt"))
-    marked = {name: value + 0.25 for name, value in best["model"].items() if value.is_floating_point()}
-    torch.save({**best, "model": best["model"] | marked}, run / "stage1.pt")
-    last["run"] |= {"stage": 2, "stage_began": 2, "finished": False, "best": {"epoch": 1, "val_mAP": -1.0}}
-    torch.save(last, run / "last.pt")
-    config = json.loads((run / "config.json").read_text())
-    config["settings"]["max_steps"] = 0
-    (run / "config.json").write_text(json.dumps(config))
-    return run, marked
+def stop_saving(monkeypatch, epoch, before=False):
+    """The run dies as this epoch's last.pt is written, or before it is"""
+    save = common.Run.save
+
+    def save_and_die(run):
+        if run.epoch == epoch and before:
+            raise SystemExit("killed")
+        save(run)
+        if run.epoch == epoch:
+            raise SystemExit("killed")
+
+    monkeypatch.setattr(common.Run, "save", save_and_die)
 
 
-def test_stage_2_starts_from_stage_1s_best(script, squares, workplace):
+def killed_run(script, monkeypatch, folder, *flags, **more):
+    with monkeypatch.context() as patch:
+        stop_saving(patch, **more)
+        with pytest.raises(SystemExit, match="killed"):
+            script("lac.py", *flags, "--out", folder)
+    (run,) = folder.iterdir()
+    return run
+
+
+def test_stage_2_starts_from_stage_1s_best(script, squares, workplace, monkeypatch):
     """At a learning rate of nothing stage 2 ends with the weights that stage 1 is said to have left"""
-    run, marked = at_the_switch(script, squares, workplace, "--lr", 1e-30, "--weight_decay", 0)
-    script("lac.py", "--resume", run)
-    last = torch.load(run / "last.pt", weights_only=True)
+    extend, marked = common.Run.extend, {}
+
+    def extend_and_mark(run, *arguments, **more):
+        assert extend(run, *arguments, **more)
+        kept = torch.load(run.directory / "stage1.pt", weights_only=True)
+        marked.update({name: value + 0.25 for name, value in kept["model"].items() if value.is_floating_point()})
+        torch.save({**kept, "model": kept["model"] | marked}, run.directory / "stage1.pt")
+        return True
+
+    monkeypatch.setattr(common.Run, "extend", extend_and_mark)
+    frozen = ("--lr", 1e-30, "--weight_decay", 0)
+    script("lac.py", "--dataset", squares, *SMALL, *SIZE, "--epochs", 1, *frozen)
+    last = torch.load(only_run(workplace) / "last.pt", weights_only=True)
     for name, value in marked.items():
         if "running" not in name:
             assert torch.equal(last["model"][name], value), name
-            assert torch.allclose(last["average"][name], value, atol=1e-5), name
+            assert torch.allclose(last["ema"][name], value, atol=1e-5), name
 
 
-def test_the_switch_makes_everything_fresh(script, squares, workplace):
-    run, _ = at_the_switch(script, squares, workplace)
+def test_the_switch_makes_everything_fresh(script, squares, workplace, monkeypatch):
+    flags = ("--dataset", squares, *SMALL, *SIZE, "--epochs", 2)
+    run = killed_run(script, monkeypatch, workplace / "runs", *flags, epoch=2)
+    last, kept = (torch.load(run / name, weights_only=True) for name in ("last.pt", "stage1.pt"))
+    assert last["stage"] == {"number": 2}
+    for name, value in kept["model"].items():
+        assert torch.equal(last["model"][name], value), name
+        assert torch.equal(last["ema"][name], value), name
+    assert last["scheduler"]["last_epoch"] == 0
+    assert not last["optimizer"]["state"]
+    assert last["optimizer"]["param_groups"][0]["lr"] < 1e-3  # where the cycle begins
+    assert last["run"]["best"] == {"epoch": 2, "val_mAP": -1.0}
     script("lac.py", "--resume", run)
     last = torch.load(run / "last.pt", weights_only=True)
-    assert last["schedule"]["last_epoch"] == 10
-    assert {state["step"].item() for state in last["optimizer"]["state"].values()} == {10}
+    assert last["scheduler"]["last_epoch"] == 20
+    assert {state["step"].item() for state in last["optimizer"]["state"].values()} == {20}
+
+
+@pytest.mark.parametrize("steps", [17, 20])  # within stage 1's last epoch, and at its very end
+def test_steps_that_end_with_stage_1_keep_its_result(script, squares, workplace, steps):
+    script("lac.py", "--dataset", squares, *SMALL, *SIZE, "--epochs", 2, "--max_steps", steps)
+    run = only_run(workplace)
+    result, table = json.loads((run / "result.json").read_text()), rows(run)
+    assert [row["stage"] for row in table] == [1, 1]
+    best = max(table, key=lambda row: row["val_mAP"])
+    expected = (best["epoch"], best["val_mAP"], best["test_mAP"])
+    assert (result["best_epoch"], result["val_mAP"], result["test_mAP"]) == expected
+    assert result["last_test_mAP"] == table[-1]["test_mAP"]
+    assert "earlier_stages" not in result
+    assert not (run / "stage1.pt").exists()
+    assert torch.load(run / "best.pt", weights_only=True)["epoch"] == best["epoch"]
+    before = (run / "result.json").read_bytes()
+    assert "finished after epoch 2" in script("lac.py", "--resume", run)
+    assert (run / "result.json").read_bytes() == before
+
+
+def test_steps_that_end_in_stage_2_keep_both_results(script, squares, workplace):
+    script("lac.py", "--dataset", squares, *SMALL, *SIZE, "--epochs", 1, "--max_steps", 13)
+    run = only_run(workplace)
+    result, (first, second) = json.loads((run / "result.json").read_text()), rows(run)
+    assert (first["stage"], second["stage"]) == (1, 2)
+    assert (result["best_epoch"], result["val_mAP"]) == (2, second["val_mAP"])
+    assert result["earlier_stages"] == [{name: first[name] for name in ("epoch", "val_mAP", "test_mAP")}]
 
 
 def test_a_run_reports_its_last_stage_and_keeps_the_first(script, squares, workplace):
@@ -529,39 +701,39 @@ def test_a_run_reports_its_last_stage_and_keeps_the_first(script, squares, workp
     assert result["test_mAP"] == second["test_mAP"]
     (past,) = result["earlier_stages"]
     assert past == {"epoch": first["epoch"], "val_mAP": first["val_mAP"], "test_mAP": first["test_mAP"]}
-    assert f"stage 1 ends: best epoch {first['epoch']:.0f}, val mAP {first['val_mAP']:.2f}" in out
+    assert f"stage1.pt: best epoch {first['epoch']:.0f}, val_mAP {first['val_mAP']:.4g}" in out
     assert torch.load(run / "stage1.pt", weights_only=True)["epoch"] == first["epoch"]
 
 
 def test_patience_ends_a_stage_not_the_run(script, squares, workplace, tmp_path):
     """Nothing learns and no statistics move, so no epoch is better than a stage's first"""
-    body = common.small_resnet().state_dict()
+    body = scenes.small_resnet().state_dict()
     torch.save(body, tmp_path / "body.pth")
     still = ("--weights", tmp_path / "body.pth", "--lr", 1e-30, "--weight_decay", 0, "--ema", 0, "--dropout", 0)
     script("lac.py", "--dataset", squares, *SMALL, *SIZE, *still, "--patience", 1, "--epochs", 9)
     assert [row["stage"] for row in rows(only_run(workplace))] == [1, 1, 1, 2, 2, 2]
 
 
-def test_the_average_is_an_exponential_one(script, squares, workplace):
+def test_the_ema_is_exponential(script, squares, workplace):
     """From the first weights on, every step's are mixed in with 1 - decay"""
     flags = ("--dataset", squares, *SMALL, *SIZE, "--epochs", 1, "--no_lac")
     for steps in (1, 2):
         script("lac.py", *flags, "--max_steps", steps, "--out", steps)
     one, two = (torch.load(next((workplace / str(n)).iterdir()) / "last.pt", weights_only=True) for n in (1, 2))
     torch.manual_seed(0)
-    start = lac.make_model(arguments(), 4).state_dict()
+    start = lac.LabelWise(arguments(), 4).state_dict()
     for name, raw in one["model"].items():
         if raw.is_floating_point():
-            assert torch.allclose(one["average"][name], 0.9 * start[name] + 0.1 * raw, atol=1e-6), name
-            expected = 0.9 * one["average"][name] + 0.1 * two["model"][name]
-            assert torch.allclose(two["average"][name], expected, atol=1e-6), name
+            assert torch.allclose(one["ema"][name], 0.9 * start[name] + 0.1 * raw, atol=1e-6), name
+            expected = 0.9 * one["ema"][name] + 0.1 * two["model"][name]
+            assert torch.allclose(two["ema"][name], expected, atol=1e-6), name
 
 
 def test_projection_is_frozen_in_stage_1(script, squares, workplace):
     script("lac.py", "--dataset", squares, *SMALL, *SIZE, "--epochs", 1, "--stage", 1)
     after = torch.load(only_run(workplace) / "last.pt", weights_only=True)
     torch.manual_seed(0)
-    before = lac.make_model(arguments(), 4)
+    before = lac.LabelWise(arguments(), 4)
     for name, weight in before.project.named_parameters():
         assert torch.equal(after["model"][f"project.{name}"], weight), name
     assert not torch.equal(after["model"]["queries"], before.queries)
@@ -598,7 +770,7 @@ def test_a_kill_in_stage_1_changes_nothing(squares, workplace):
     flags = ("--dataset", squares, *SMALL, *SIZE, "--epochs", 2)
     killed, whole = assert_a_kill_changes_nothing("lac.py", *flags, cwd=workplace)
     a, b = (torch.load(run / "last.pt", weights_only=True) for run in (killed, whole))
-    for part in ("queue", "average"):
+    for part in ("queue", "ema"):
         assert all(torch.equal(a[part][key], b[part][key]) for key in a[part])
     assert b["queue"]["classes"].max() >= 0
 
@@ -616,6 +788,28 @@ def test_a_kill_in_stage_2_changes_nothing(squares, workplace, epoch):
     (killed,), (whole,) = (list((workplace / out).iterdir()) for out in ("killed", "whole"))
     finish(start(ROOT / "lac.py", "--resume", killed, cwd=workplace))
     assert_same_run(killed, whole)
+    assert_same_stage_1(killed, whole)
+
+
+def assert_same_stage_1(one, other):
+    a, b = (torch.load(run / "stage1.pt", weights_only=True) for run in (one, other))
+    assert (a["epoch"], a["val_mAP"]) == (b["epoch"], b["val_mAP"])
+    assert all(torch.equal(a["model"][key], b["model"][key]) for key in b["model"])
+
+
+def test_a_kill_before_a_checkpoint_changes_nothing(script, squares, workplace, monkeypatch):
+    """best.pt and, at the switch, stage1.pt are an epoch ahead of last.pt then"""
+    flags = ("--dataset", squares, *SMALL, *SIZE, "--epochs", 2)
+    script("lac.py", *flags, "--out", "whole")
+    (whole,) = (workplace / "whole").iterdir()
+    for epoch in (2, 3):  # at the switch, and within stage 2
+        folder = workplace / f"killed in {epoch}"
+        killed = killed_run(script, monkeypatch, folder, *flags, epoch=epoch, before=True)
+        assert (killed / "stage1.pt").exists()
+        assert torch.load(killed / "last.pt", weights_only=True)["run"]["epoch"] == epoch - 1
+        script("lac.py", "--resume", killed)
+        assert_same_run(killed, whole)
+        assert_same_stage_1(killed, whole)
 
 
 def test_two_processes_share_one_queue(squares, workplace):
@@ -632,7 +826,7 @@ def test_two_processes_leave_the_projection_alone_in_stage_1(squares, workplace)
     finish(start(*TORCHRUN, ROOT / "lac.py", *flags, cwd=workplace))
     after = torch.load(only_run(workplace) / "last.pt", weights_only=True)
     torch.manual_seed(0)
-    for name, weight in lac.make_model(arguments(), 4).project.named_parameters():
+    for name, weight in lac.LabelWise(arguments(), 4).project.named_parameters():
         assert torch.equal(after["model"][f"project.{name}"], weight), name
 
 
@@ -660,13 +854,11 @@ def test_from_all_keeps_order_and_sizes(workplace):
     finish(start(*TORCHRUN, "check.py", cwd=workplace))
 
 
-def test_a_finished_run_is_measured_and_drawn_later(script, squares, workplace):
+def test_a_finished_run_is_measured_later(script, squares, workplace):
     script("lac.py", "--dataset", squares, *SMALL, *SIZE, "--epochs", 1)
     run = only_run(workplace)
     best = json.loads((run / "result.json").read_text())["val_mAP"]
-    out = script("lac.py", "--eval_only", run, "--show_attention", 0)
-    assert f"val mAP {best:.2f}" in out
-    assert (run / "attention.png").exists()
+    assert f"val mAP {best:.2f}" in script("lac.py", "--eval_only", run)
 
 
 @pytest.mark.parametrize(
@@ -683,7 +875,6 @@ def test_a_finished_run_is_measured_and_drawn_later(script, squares, workplace):
         ("--heads", 3),
         ("--heads", 0),
         ("--stage", 2),
-        ("--show_attention", 80),
         ("--freeze_backbone",),
         ("--backbone", "test_vit", "--image_size", 160),
     ],

@@ -41,6 +41,32 @@ def lines_of(out):
     return dict(re.findall(r"^(.*?): (.*)$", out, re.M))
 
 
+MINE = """
+class Mine(common.Classifier):
+    def forward(self, x):
+        return 2 * super().forward(x) + 1
+"""
+
+
+@pytest.fixture(scope="session")
+def mine(tmp_path_factory, squares):
+    """A finished run of a copied script, ll-r.py, whose model differs from an.py's in its forward; tests read only"""
+    folder, text = tmp_path_factory.mktemp("mine"), (ROOT / "an.py").read_text()
+    text = text.replace("# ---- 3. Train", f"{MINE}\n\n# ---- 3. Train").replace("common.Classifier(args", "Mine(args")
+    (folder / "ll-r.py").write_text(text)
+    finish(start("ll-r.py", "--dataset", squares, *SMALL, "--epochs", 2, "--workers", 0, cwd=folder))
+    return only_run(folder)
+
+
+def change(run, target, old, new):
+    """A copy of a run, with another text in its script.py"""
+    shutil.copytree(run, target)
+    text = (run / "script.py").read_text()
+    assert old in text
+    (target / "script.py").write_text(text.replace(old, new))
+    return target
+
+
 def run_predict(script, *arguments, code=0):
     with pytest.raises(SystemExit) as ended:
         script("predict.py", *arguments)
@@ -62,6 +88,95 @@ def test_probabilities_are_those_of_the_run(trained, script, squares, workplace)
     assert [row[0] for row in rows] == names[::-1]
     values = torch.tensor([[float(value) for value in row[1:]] for row in rows])
     torch.testing.assert_close(values.flip(0), expected, rtol=0, atol=1e-6)
+
+
+def test_a_copied_script_with_a_model_of_its_own(mine, trained, script, squares):
+    """By hand: the weights in the model that the script's was made of, its forward worked out again"""
+    args = common.parse(an.Args, an.PRESETS, ["--eval_only", str(trained)])
+    data, plain = common.load(args), common.Classifier(args, 4).eval()
+    checkpoint = torch.load(mine / "best.pt", weights_only=True)
+    plain.load_state_dict(checkpoint["model"])
+    pixels = data.test.images[data.test.rows]
+    with torch.no_grad():
+        logits = 2 * plain(torch.tensor(pixels).permute(0, 3, 1, 2) / 255) + 1
+    model, _, classes = predict.load_model(mine, "cpu")
+    assert classes == data.classes
+    assert torch.equal(predict.probabilities(model, pixels, "cpu"), logits.sigmoid())
+    result = json.loads((mine / "result.json").read_text())  # what the run itself measured
+    assert common.f1_scores(logits.sigmoid(), data.test.y) == pytest.approx(result["test_F1"])
+    assert common.mean_average_precision(logits, data.test.y) == pytest.approx(result["test_mAP"])
+
+
+def test_a_run_needs_its_script_no_more(mine, script, folder, workplace):
+    shutil.copytree(mine.parent.parent, workplace / "project")
+    run, there = only_run(workplace / "project"), workplace / "project/ll-r.py"
+    found = sorted(run.rglob("*"))
+    said = []
+    for change in (lambda: None, lambda: there.write_text("1 / 0"), there.unlink):
+        change()
+        process = start(ROOT / "predict.py", run, folder, "--csv", "out.csv", cwd=workplace)
+        said.append((finish(process), Path("out.csv").read_text()))
+    assert said == said[:1] * 3
+    assert len(said[0][1].splitlines()) == 8
+    assert sorted(run.rglob("*")) == found  # looking at a run leaves nothing there
+
+
+def test_a_model_whose_code_was_changed_is_refused(mine, workplace):
+    """Of the same length, within a second: nothing compiled is taken for the script"""
+    run = change(mine, workplace / "run", "2 * super", "2 * super")
+    predict.load_model(run, "cpu")
+    for new in ("3 * super", "1 * super"):
+        run = change(mine, workplace / new[0], "2 * super", new)
+        with pytest.raises(SystemExit, match=r"^error: the model's code has changed since .*best.pt was trained.*$"):
+            predict.load_model(run, "cpu")
+    (workplace / "run/script.py").write_text((run / "script.py").read_text())
+    with pytest.raises(SystemExit, match=r"^error: the model's code has changed"):
+        predict.load_model(workplace / "run", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (
+            "import common\n",
+            "import common\nimport nowhere\n",
+            "can't be imported: ModuleNotFoundError: No module named",
+        ),
+        ("class Mine", "class class Mine", "can't be imported: SyntaxError: invalid syntax"),
+        ("PRESETS = {", "raise SystemExit('enough')\nPRESETS = {", "can't be imported: SystemExit: enough"),
+        ("PRESETS = {", "OTHERS = {", "script.py has no PRESETS: it is not the script of a method"),
+        ("class Mine", "class Yours", "can't be built again: AttributeError: module .* has no attribute 'Mine'"),
+        (
+            "    def forward",
+            "    def __init__(self, args):\n        pass\n\n    def forward",
+            "again: TypeError: .*__init__",
+        ),
+        ("2 * super().forward(x) + 1", "super().forward(x)[:, :3]", "can't be built again: RuntimeError: The size of"),
+        ("lr: common.Positive", "rate: common.Positive", "was made by another script or version"),
+    ],
+)
+def test_code_that_is_not_the_runs_gives_one_sentence(mine, workplace, old, new, expected):
+    run = change(mine, workplace / "run", old, new)
+    with pytest.raises(SystemExit, match=f"^error: .*{expected}.*$"):
+        predict.load_model(run, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"model_class": None}, "doesn't name its classes and the class of its model"),  # of an old version
+        ({"classes": None}, "doesn't name its classes and the class of its model"),
+        ({"model_class": ["nowhere", "Net"]}, "can't be built again: ModuleNotFoundError: No module named 'nowhere'"),
+        ({"model_class": "Mine"}, "can't be built again: ValueError"),
+        ({"model_class": ["common", "Classifier"]}, "the model's code has changed"),
+        ({"model": {}}, "doesn't fit the model"),
+    ],
+)
+def test_weights_that_name_another_model_give_one_sentence(mine, workplace, changes, expected):
+    run = shutil.copytree(mine, workplace / "run")
+    torch.save(torch.load(mine / "best.pt", weights_only=True) | changes, run / "best.pt")
+    with pytest.raises(SystemExit, match=f"^error: .*{expected}.*$"):
+        predict.load_model(run, "cpu")
 
 
 def test_any_image_is_read_and_the_rest_is_listed(trained, script, folder, capsys):
@@ -144,9 +259,7 @@ def test_small_mistakes_give_one_sentence(trained, script, workplace, folder):
     (workplace / "partly/result.json").write_text(json.dumps(result | {"thresholds": {"red": 0.5, "blue": 0.5}}))
     shutil.copytree(trained, workplace / "broken")
     (workplace / "broken/result.json").write_text('{"thresholds": {"red"')
-    shutil.copytree(trained, workplace / "foreign")
-    config = json.loads((trained / "config.json").read_text())
-    (workplace / "foreign/config.json").write_text(json.dumps({**config, "method": "other"}))
+    shutil.copytree(trained, workplace / "foreign", ignore=shutil.ignore_patterns("script.py"))
     shutil.copytree(trained, workplace / "young", ignore=shutil.ignore_patterns("best.pt", "result.json"))
     for arguments, expected in (
         (("old", folder, "--threshold", "auto"), "--threshold auto: the run has no tuned thresholds"),
@@ -163,7 +276,7 @@ def test_small_mistakes_give_one_sentence(trained, script, workplace, folder):
         ((trained, "--export", "model.onnx"), "--export model.onnx: what is written is a .pt2 file"),
         ((trained, folder, "--figure", "out.jpg"), "--figure out.jpg: what is written is a .png file"),
         ((folder, folder), "is not a run directory"),
-        (("foreign", folder), "made by other.py, which is not here"),
+        (("foreign", folder), "foreign/script.py, the run's copy of its script, can't be imported: FileNotFoundError"),
         (("young", folder), "young has no best.pt"),
     ):
         with pytest.raises(SystemExit, match=f"error: .*{expected}"):
@@ -307,7 +420,9 @@ def test_pretrained_weights_are_not_asked_for(trained, workplace, monkeypatch):
     args = an.Args(dataset="x", backbone="resnet18", weights="none", image_size=32)
     (workplace / "run").mkdir()
     weights = common.Classifier(args, 2).state_dict()
-    torch.save({"model": weights, "classes": ["a", "b"]}, workplace / "run/best.pt")
+    best = {"model": weights, "classes": ["a", "b"], "model_class": ["common", "Classifier"]}
+    torch.save(best, workplace / "run/best.pt")
+    shutil.copy(ROOT / "an.py", workplace / "run/script.py")
     settings = {**json.loads((trained / "config.json").read_text())["settings"], "backbone": "resnet18"}
     config = {"method": "an", "settings": {**settings, "weights": "imagenet", "init_from": "gone"}}
     (workplace / "run/config.json").write_text(json.dumps(config))

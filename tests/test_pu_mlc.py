@@ -11,6 +11,7 @@ from torch import nn
 
 import common
 import pu_mlc
+import scenes
 
 sigmoid = lambda s: 1 / (1 + math.exp(-s))
 
@@ -46,8 +47,10 @@ def test_loss_against_a_slow_reference(batch, alpha, gamma):
     logits, z = batch
     before = logits.clone(), z.clone()
     for dtype in (torch.uint8, torch.float32, torch.int64):
-        loss = pu_mlc.pu_loss(logits, z.to(dtype), alpha, gamma)
+        loss, parts = pu_mlc.pu_loss(logits, z.to(dtype), alpha, gamma)
         assert loss.item() == pytest.approx(slow_pu_loss(logits, z, alpha, gamma), rel=1e-9)
+        assert (parts["loss_unlabelled"] + parts["loss_positive"]).item() == pytest.approx(loss.item(), rel=1e-9)
+        assert parts["classes_without_positive"] == (z.sum(0) == 0).sum()
     assert torch.equal(logits, before[0])
     assert torch.equal(z, before[1])
 
@@ -56,16 +59,21 @@ def test_loss_by_hand():
     logits, z = torch.tensor([[3.0], [-1.0]]), torch.tensor([[1], [0]])  # spread 2, so tau = min(4, 1)
     u = (sigmoid(3) + sigmoid(-1)) / 2
     expected = u**0.5 * math.log(u) - math.log(sigmoid(3))
-    assert pu_mlc.pu_loss(logits, z, 2.0, 0.5).item() == pytest.approx(expected)
+    assert pu_mlc.pu_loss(logits, z, 2.0, 0.5)[0].item() == pytest.approx(expected)
     u = (sigmoid(6) + sigmoid(-2)) / 2  # alpha 1/4: tau = 1/2
     expected = u**0.5 * math.log(u) - math.log(sigmoid(6))
-    assert pu_mlc.pu_loss(logits, z, 0.25, 0.5).item() == pytest.approx(expected)
+    loss, parts = pu_mlc.pu_loss(logits, z, 0.25, 0.5)
+    assert loss.item() == pytest.approx(expected)
+    assert parts["loss_positive"].item() == pytest.approx(-math.log(sigmoid(6)))
+    assert [parts[name].item() for name in ("tau_min", "tau_mean", "tau_max")] == [0.5] * 3
+    assert parts["u_mean"].item() == pytest.approx(u)
 
 
 def test_factor_and_temperature_take_no_gradient(batch):
     """The gradient is that of the loss with both held fixed, found by finite differences."""
     logits, z = batch
-    _, _, tau, u = pu_mlc.pu_terms(logits, z, 0.4, 0.85)
+    tau = (0.4 * logits.std(0, correction=0)).clamp(max=1)
+    u = (logits / tau).sigmoid().mean(0)
     assert tau.min() < 1  # so that the temperature would matter
 
     def held(s):
@@ -74,7 +82,7 @@ def test_factor_and_temperature_take_no_gradient(batch):
         return (u**0.85 * p.mean(0).log() - positive).sum()
 
     leaf = logits.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(pu_mlc.pu_loss(leaf, z, 0.4, 0.85), leaf)
+    (gradient,) = torch.autograd.grad(pu_mlc.pu_loss(leaf, z, 0.4, 0.85)[0], leaf)
     step = 1e-6
     for i in range(7):
         for c in range(5):
@@ -92,7 +100,8 @@ def test_poor_batches_stay_finite(n, scale):
         signs = torch.tensor([[1.0, -1.0, -1.0, 1.0]]) * torch.where(torch.arange(n) % 2 == 0, 1, -1)[:, None]
         logits = (scale * signs).requires_grad_()
         mixed = (scale * signs[: n // 2]).requires_grad_()
-        loss = pu_mlc.pu_loss(logits, z, 2.0, 0.85)
+        loss, parts = pu_mlc.pu_loss(logits, z, 2.0, 0.85)
+        assert all(part.isfinite() for part in parts.values())
         for lam in (0.0, 0.3, 1.0):
             loss = loss + pu_mlc.mixup_consistency(logits, z, mixed, lam, torch.arange(n // 2))
         gradients = torch.autograd.grad(loss, [logits, mixed], allow_unused=True)
@@ -102,8 +111,39 @@ def test_poor_batches_stay_finite(n, scale):
 
 def test_bf16_logits_give_a_finite_loss():
     logits = torch.tensor([[100.0, -100.0], [-100.0, 3.0]], dtype=torch.bfloat16, requires_grad=True)
-    pu_mlc.pu_loss(logits.float(), torch.eye(2), 2.0, 0.85).backward()
+    loss, _ = pu_mlc.pu_loss(logits, torch.eye(2), 2.0, 0.85)
+    loss.backward()
+    assert loss.isfinite()
     assert logits.grad.isfinite().all()
+
+
+def test_losses_of_bf16_logits_are_computed_in_full_precision(batch):
+    logits, z = batch[0].bfloat16(), batch[1]
+    loss, _ = pu_mlc.pu_loss(logits, z, 0.3, 0.85)
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, pu_mlc.pu_loss(logits.float(), z, 0.3, 0.85)[0])
+    of_mixed = lambda s: pu_mlc.mixup_consistency(s, z, s[:3] / 2, 0.3, torch.tensor([2, 0, 1]))
+    assert torch.equal(of_mixed(logits), of_mixed(logits.float()))
+
+
+def test_a_temperature_has_a_floor():
+    """Equal logits have no spread: s / tau is then s / min_tau"""
+    logits, z = torch.full((2, 1), 0.002), torch.tensor([[1], [0]])
+    for floor in (1e-3, 0.1):
+        loss, parts = pu_mlc.pu_loss(logits, z, 2.0, 0.0, min_tau=floor)
+        assert parts["tau_min"].item() == pytest.approx(floor)
+        p = sigmoid(0.002 / floor)
+        assert loss.item() == pytest.approx(math.log(p) - math.log(p), abs=1e-6)
+        assert parts["u_mean"].item() == pytest.approx(p)
+
+
+def test_drop_empty_is_the_loss_of_the_classes_with_a_positive(batch):
+    logits, z = batch
+    loss, parts = pu_mlc.pu_loss(logits, z, 0.4, 0.85, drop_empty=True)
+    own = z.sum(0) > 0
+    assert 0 < own.sum() < 5
+    assert loss.item() == pytest.approx(slow_pu_loss(logits[:, own], z[:, own], 0.4, 0.85), rel=1e-9)
+    assert parts["classes_without_positive"] == (~own).sum()
 
 
 # ---- mixup
@@ -251,7 +291,7 @@ def test_lgconv_leaves_other_convolutions_alone():
 
 def test_lgconv_learns_and_its_state_is_kept():
     torch.manual_seed(0)
-    net, x = common.small_resnet(), torch.rand(4, 3, 32, 32)
+    net, x = scenes.small_resnet(), torch.rand(4, 3, 32, 32)
     assert pu_mlc.add_lgconv(net) == 8
     net(x).square().sum().backward()
     for name, weight in net.named_parameters():
@@ -260,7 +300,7 @@ def test_lgconv_learns_and_its_state_is_kept():
     branch = [m for m in net.modules() if isinstance(m, pu_mlc.LgConv)][3]
     for part in (branch.squeeze, branch.attend, branch.broadcast, branch.value, branch.project, branch.norm):
         assert part.weight.grad.abs().sum() > 0
-    other = common.small_resnet()
+    other = scenes.small_resnet()
     pu_mlc.add_lgconv(other)
     other.load_state_dict(net.state_dict())
     torch.testing.assert_close(other.eval()(x), net.eval()(x))
@@ -311,8 +351,9 @@ def test_the_mixed_half_costs_half_a_forward(weight, expected, script, squares, 
     seen = []
     forward = common.Classifier.forward
     monkeypatch.setattr(common.Classifier, "forward", lambda self, x: (seen.append(len(x)), forward(self, x))[1])
-    monkeypatch.setattr(common.Run, "evaluate", lambda self, *_: setattr(self, "finished", True))
-    monkeypatch.setattr(common.Run, "report", lambda self: None)
+    monkeypatch.setattr(common.Run, "evaluate", lambda self, *_: self.rows.append({"epoch": self.epoch}))
+    for name in ("save", "report"):
+        monkeypatch.setattr(common.Run, name, lambda self: None)
     script("pu_mlc.py", *flags(squares), "--batch_size", 9, "--max_steps", 3, "--mixup", weight)
     assert seen == expected
 
@@ -323,12 +364,12 @@ def test_a_last_batch_of_one_is_left_out(script, squares, workplace):
     assert torch.load(only_run(workplace) / "last.pt", weights_only=True)["run"]["steps"] == 1
 
 
-def test_average_schedule_and_decay_are_used(script, squares, workplace):
+def test_schedule_and_decay_are_used(script, squares, workplace):
     more = ("--epochs", 2, "--one_cycle", 4, "--ema", 0.9, "--weight_decay", 0.01)
     script("pu_mlc.py", *flags(squares), *more)
     last = torch.load(only_run(workplace) / "last.pt", weights_only=True)
     assert last["optimizer"]["param_groups"][0]["weight_decay"] == 0.01
-    assert last["schedule"]["last_epoch"] == 20  # steps of two epochs of ten
+    assert last["scheduler"]["last_epoch"] == 20  # steps of two epochs of ten
     weight = torch.nn.Parameter(torch.zeros(1))
     expected = torch.optim.lr_scheduler.OneCycleLR(torch.optim.Adam([weight]), 3e-3, 40)
     for _ in range(20):
@@ -337,14 +378,14 @@ def test_average_schedule_and_decay_are_used(script, squares, workplace):
     assert last["optimizer"]["param_groups"][0]["lr"] == pytest.approx(expected.get_last_lr()[0])
 
 
-def test_what_is_measured_and_kept_is_the_average(script, squares, workplace):
+def test_what_is_measured_and_kept_is_the_ema(script, squares, workplace):
     script("pu_mlc.py", *flags(squares), "--epochs", 1, "--max_steps", 1, "--ema", 0.9)
     last, best = (torch.load(only_run(workplace) / name, weights_only=True) for name in ("last.pt", "best.pt"))
     torch.manual_seed(0)
     args = common.parse(pu_mlc.Args, pu_mlc.PRESETS, [*map(str, flags(squares))])
-    start = pu_mlc.make_model(args, 4).state_dict()
+    start = pu_mlc.Classifier(args, 4).state_dict()
     for name, value in best["model"].items():
-        assert torch.equal(value, last["average"][name]), name
+        assert torch.equal(value, last["ema"][name]), name
         if value.is_floating_point():
             assert torch.allclose(value, 0.9 * start[name] + 0.1 * last["model"][name], atol=1e-6), name
     assert not torch.equal(best["model"]["head.weight"], last["model"]["head.weight"])
@@ -361,10 +402,10 @@ def test_drop_empty_leaves_out_classes_without_a_positive(script, squares, workp
 
 
 def test_a_kill_changes_nothing(squares, workplace):
-    """Schedule, average and the random numbers of mixup come back."""
+    """Scheduler, EMA and the random numbers of mixup come back."""
     more = ("--epochs", 4, "--one_cycle", 5, "--ema", 0.9)
     killed, whole = assert_a_kill_changes_nothing("pu_mlc.py", *flags(squares), *more, cwd=workplace)
-    a, b = (torch.load(run / "last.pt", weights_only=True)["average"] for run in (killed, whole))
+    a, b = (torch.load(run / "last.pt", weights_only=True)["ema"] for run in (killed, whole))
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 

@@ -3,16 +3,18 @@
 import contextlib
 import csv
 import html
+import importlib
 import io
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, SMALL, finish, only_run, start
+from conftest import ROOT, SMALL, finish, metrics, only_run, start
 
 import an
 import common
@@ -33,8 +35,10 @@ def pseudo(tmp_path_factory, squares):
 
 
 def copy(source, target, settings=(), result=(), **config):
-    """A run like another, but with these settings, results and notes"""
+    """A run like another, but with these settings, results and notes, or of another script"""
     shutil.copytree(source, target)
+    if "method" in config:
+        shutil.copy(ROOT / f"{config['method']}.py", target / "script.py")
     for name, changes in (("config.json", {"commit": "abc1234", **config}), ("result.json", dict(result))):
         content = json.loads((target / name).read_text()) | changes
         if name == "config.json":
@@ -123,12 +127,11 @@ def test_the_printed_table(compare, runs):
 
 
 def test_variants_are_rows_of_their_own(compare, runs, trained, pseudo, workplace):
-    copy(trained, workplace / "more/ls", {"loss": "ls", "l1": 1e-6})
+    copy(trained, workplace / "more/ls", {"loss": "ls", "l1": 1e-6}, method="baselines")
     copy(pseudo, workplace / "more/em", {"apl": False, "warmup": 5})
     out, _ = compare(*runs, *(workplace / "more").iterdir())
-    assert re.findall(r"^(\S+\.py.*?)  ", out, re.M) == [
-        *("an.py", *sorted(["an.py --loss ls --l1 1e-06", "em_apl.py --warmup 2", "em_apl.py --no_apl"], key=out.index))
-    ]
+    others = ["baselines.py --loss ls --l1 1e-06", "em_apl.py --warmup 2", "em_apl.py --no_apl"]
+    assert re.findall(r"^(\S+\.py.*?)  ", out, re.M) == ["an.py", *sorted(others, key=out.index)]
 
 
 def test_several_datasets_make_an_overview(compare, runs, workplace, trained):
@@ -145,12 +148,14 @@ def test_several_datasets_make_an_overview(compare, runs, workplace, trained):
 def test_published_figures(compare, workplace, trained, like_the_papers):
     like = dict(image_size=448, backbone="resnet50", weights="imagenet", epochs=10, batch_size=8, lr=1e-5)
     like = like if like_the_papers else {}
-    for loss in ("an", "focal", "epr"):
-        copy(trained, workplace / loss, {"dataset": "voc", "loss": loss, **like}, {"test_mAP": 60.0})
+    copy(trained, workplace / "an", {"dataset": "voc", **like}, {"test_mAP": 60.0})
+    for loss in ("focal", "epr"):
+        settings = {"dataset": "voc", "loss": loss, **like}
+        copy(trained, workplace / loss, settings, {"test_mAP": 60.0}, method="baselines")
     out, _ = compare("an", "focal", "epr")
     mark = "" if like_the_papers else "~"
     assert re.search(rf"^an.py +1 +60.00 +{mark}85.89 +{mark}-25.89 ", out, re.M)
-    assert re.search(rf"^an.py --loss focal +1 +60.00 +{mark}87.59 +{mark}-27.59 ", out, re.M)
+    assert re.search(rf"^baselines.py --loss focal +1 +60.00 +{mark}87.59 +{mark}-27.59 ", out, re.M)
     assert report.FOOTNOTE in out
     assert (report.UNLIKE in out) != like_the_papers
     copy(trained, workplace / "partial", {"dataset": "voc", "known_ratio": 0.5})
@@ -161,7 +166,7 @@ def test_a_short_run_is_not_compared_with_the_papers(compare, workplace, trained
     like = dict(
         image_size=448, backbone="resnet50", weights="imagenet", epochs=10, batch_size=8, lr=1e-5, dataset="voc"
     )
-    for other in ({"epochs": 1}, {"max_steps": 3}, {"lr": 1.0}):
+    for other in ({"epochs": 1}, {"max_steps": 3}, {"smoke": True}, {"lr": 1.0}):
         copy(trained, workplace / "short", like | other, {"test_mAP": 60.0})
         assert "~85.89" in compare("short")[0]
         shutil.rmtree(workplace / "short")
@@ -230,7 +235,35 @@ def test_published_figures_are_the_papers():
     assert set(map(len, report.PUBLISHED.values())) == {len(report.PUBLISHED_ON)} == {4}
     assert report.PUBLISHED["vlpl.py"] == (89.10, 71.45, 49.55, 24.02)
     assert report.PUBLISHED["em_apl.py"] == (89.19, 70.87, 47.59, 21.84)
-    assert report.PUBLISHED["an.py --loss bce_full"] == (89.42, 76.78, 52.08, 30.90)
+    assert report.PUBLISHED["baselines.py --loss bce_full"] == (89.42, 76.78, 52.08, 30.90)
+
+
+@pytest.mark.parametrize("command", report.PUBLISHED)
+def test_published_figures_are_of_commands_that_there_are(command):
+    name, *flags = shlex.split(command)
+    script = importlib.import_module(name.removesuffix(".py"))
+    settings = common.parse(script.Args, script.PRESETS, ["--dataset", "voc", *flags])
+    preset = common.preset_settings(script.Args, script.PRESETS, "voc", False)
+    run = report.Run(Path(), name, settings, preset, 0.0, {}, 0.0, [], "", {}, "")
+    assert run.method() + (" --init_from RUN" if settings.init_from else "") == command
+    assert run.published() == (report.PUBLISHED[command][0], True)
+
+
+def test_a_copied_script_is_a_method(compare, runs, trained, workplace):
+    """Whatever it is called, wherever it is now; its own settings and presets are those of its copy in the run"""
+    text = (ROOT / "an.py").read_text()
+    text = text.replace("    lr: common", "    margin: float = 0.5  # of mine\n    lr: common")
+    text = text.replace("PRESETS = {", "PRESETS = {'squares': dict(margin=1.0), ")
+    for name, margin in (("a", 1.0), ("b", 2.0)):
+        copy(trained, workplace / name, {"margin": margin, "patience": -1}, {"test_mAP": 99.0})
+        config = read(workplace / name, "config.json") | {"method": "ll-r"}
+        (workplace / name / "config.json").write_text(json.dumps(config))
+        (workplace / name / "script.py").write_text(text)
+    out, warnings = compare(*runs, "a", "b", "--html", "page.html")
+    assert warnings == []
+    assert re.search(r"^ll-r.py +1 +99.00", out, re.M)
+    assert re.search(r"^ll-r.py --margin 2 +1 +99.00", out, re.M)
+    assert Path("page.html").read_text().count("<img") == 24  # their models too
 
 
 # ---- warnings
@@ -251,7 +284,8 @@ def test_published_figures_are_the_papers():
         ({}, {"commit": "abc1234-dirty"}, "squares: 1 runs with changes that were not committed: runs/new"),
         ({"seed": 1}, {}, "squares: an.py has 2 runs of seed 1"),
         ({"dataset": "/b/squares"}, {}, "/b/squares (an.py)"),
-        ({"max_steps": 3}, {}, "squares: 1 runs were cut short by --max_steps: runs/new"),
+        ({"max_steps": 3}, {}, "squares: 1 runs were cut short by --max_steps or --smoke: runs/new"),
+        ({"smoke": True}, {}, "squares: 1 runs were cut short by --max_steps or --smoke: runs/new"),
         ({"workers": 5, "out": "x", "data_root": "y", "device": "cpu", "compile": True}, {}, None),
     ],
 )
@@ -282,11 +316,11 @@ def test_a_dataset_by_name_and_by_path(compare, workplace, trained):
 
 
 def test_other_starts_are_warned_of(compare, workplace, trained):
-    starts = ("runs/voc-an-s0-20261116-093000", "runs/voc-an-s1-20261117-101500", "runs/voc-vlpl-s1-20261117-101500")
+    starts = ("an-s0-20261116-093000", "an-s1-20261117-101500", "an-s2-20261117-101500-2", "vlpl-s1-20261117-101500")
     for seed, init_from in enumerate(starts):
-        copy(trained, workplace / str(seed), {"init_from": init_from, "seed": seed})
-    assert compare("0", "1")[1] == []
-    (warning,) = compare("0", "1", "2")[1]
+        copy(trained, workplace / str(seed), {"init_from": f"runs/voc-{init_from}", "seed": seed})
+    assert compare("0", "1", "2")[1] == []
+    (warning,) = compare("0", "1", "2", "3")[1]
     assert warning.endswith(f"differ in init_from: {workplace}/runs/voc-an (an.py), {workplace}/runs/voc-vlpl (an.py)")
 
 
@@ -300,16 +334,18 @@ def test_other_classes_are_counted_not_listed(compare, workplace, trained):
     assert compare("a", "c")[1] == [f"{begin} 300 in a, 2 in c; the first that differ are 1 and one"]
 
 
-def test_all_runs_cut_short_are_warned_of_too(compare, workplace, trained):
-    copy(trained, workplace / "a", {"max_steps": 3})
-    assert compare("a")[1] == ["warning: squares: 1 runs were cut short by --max_steps: a"]
+@pytest.mark.parametrize("settings", [{"max_steps": 3}, {"smoke": True}])
+def test_all_runs_cut_short_are_warned_of_too(compare, workplace, trained, settings):
+    copy(trained, workplace / "a", settings)
+    assert compare("a")[1] == ["warning: squares: 1 runs were cut short by --max_steps or --smoke: a"]
 
 
 def test_what_is_no_finished_run_is_left_out(compare, script, runs, workplace, trained):
     (workplace / "runs/grid").mkdir()
     copy(trained, workplace / "runs/young")
     (workplace / "runs/young/result.json").unlink()
-    copy(trained, workplace / "runs/foreign", method="other")
+    copy(trained, workplace / "runs/foreign")
+    (workplace / "runs/foreign/script.py").unlink()
     copy(trained, workplace / "runs/older", {"extinct": 1})
     copy(trained, workplace / "runs/damaged")
     (workplace / "runs/damaged/result.json").write_text("{}")
@@ -322,13 +358,13 @@ def test_what_is_no_finished_run_is_left_out(compare, script, runs, workplace, t
         (
             "not a run directory",
             "unfinished, go on with python an.py --resume runs/young",
-            "other.py",
+            "No such file",
             "extinct",
             "test_mAP",
         ),
         strict=True,
     ):
-        assert f"warning: left out: runs/{name} " in warning
+        assert re.match(f"warning: left out: runs/{name}[ /]", warning)
         assert reason in warning
     for arguments, expected in (
         (["runs/young"], "nothing to compare.*unfinished"),
@@ -390,8 +426,17 @@ def test_the_page_needs_nothing_else(compare, runs, workplace):
     assert len(page) < 3e6
     assert not re.search(r"https?://|src=\"(?!data:)|@import|url\(", page)
     assert page.count("<img") == 24
-    assert page.count('class="mean"') == 3  # validation mAP of two methods, pseudo-labels of one
-    assert page.count('class="run"') == 3 + 1 + 1
+    shown, folded = page.split("<summary>More columns</summary>")
+    assert shown.count('class="mean"') == 3  # validation mAP of two methods, pseudo-labels of one
+    assert shown.count('class="run"') == 3 + 1 + 1
+    columns = [{name for row in metrics(run) for name, value in row.items() if value} - {"epoch"} for run in runs]
+    assert charts(shown) == ["val_mAP", "pseudo_negatives_precision"]
+    assert sorted(charts(page)) == sorted(set.union(*columns))  # every column that has a value
+    assert page.count('class="run"') == sum(map(len, columns))  # of every run that has one
+    assert page.count('class="mean"') == len(columns[0]) + len(columns[3])
+    pseudo = [name.startswith("pseudo_") for name in charts(folded)]
+    assert pseudo == sorted(pseudo, reverse=True)
+    assert sum(pseudo) > 2
     random, furthest = (re.findall(r'src="(\S+)"', part) for part in page.split("furthest apart"))
     compare(*runs, "--html", "again.html")
     assert (workplace / "again.html").read_text() == page  # chosen by seed
@@ -399,6 +444,51 @@ def test_the_page_needs_nothing_else(compare, runs, workplace):
     other = re.findall(r'src="(\S+)"', (workplace / "other.html").read_text().split("furthest apart")[0])
     assert set(random) != set(other)
     assert len(furthest) == 12
+
+
+def charts(page):
+    return re.findall("<figcaption>(.*?)</figcaption>", page)
+
+
+def rewrite(run, **columns):
+    """metrics.csv with more columns"""
+    times = {"images_per_s": 1, "seconds": 1}
+    rows = [row | times | {name: values[i] for name, values in columns.items()} for i, row in enumerate(metrics(run))]
+    with open(run / "metrics.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def test_a_column_that_nobody_knows_has_a_chart(compare, workplace, trained):
+    for seed in range(2):
+        copy(trained, workplace / str(seed), {"seed": seed})
+    values = {"margin_<b>": [0.25, 0.5, "", 1.0], "pseudo_odd_precision": [5, 6, 7, 8], "none": [""] * 4}
+    rewrite(workplace / "1", **values, broken=["nan", "inf", "-inf", "nan"], half=["inf", 2, 3, "nan"])
+    assert compare("0", "1", "--html", "page.html")[1] == []
+    page = Path("page.html").read_text()
+    shown, folded = page.split("<summary>More columns</summary>")
+    assert charts(shown) == ["val_mAP", "pseudo_odd_precision"]
+    assert charts(folded) == ["loss", "test_mAP", "margin_&lt;b&gt;", "half"]
+    (figure,) = re.findall(r"<figcaption>margin_&lt;b&gt;.*?</figure>", page)
+    lines = re.findall(r'class="(\w+)" style="\S+" d="M(.*?)h0"><title>(.*?)</title>', figure)
+    assert [(kind, what) for kind, _, what in lines] == [
+        ("run", "an.py: margin_&lt;b&gt;, seed 1"),
+        ("mean", "an.py: margin_&lt;b&gt;, mean"),
+    ]
+    (x1, y1), (x2, y2), (x4, y4) = (map(float, point.split()) for point in lines[0][1].split("L"))
+    assert (x4 - x1) / (x2 - x1) == pytest.approx(3, abs=0.01)
+    assert (y1 - y4) / (y1 - y2) == pytest.approx(3, abs=0.01)
+    assert not re.search(r"\b(nan|inf)\b", "".join(re.findall("<svg.*?</svg>", page)))
+
+
+def test_a_smoke_test_beside_whole_runs(compare, workplace, trained, pseudo):
+    """Whatever it was tested on, the images of the page are the same for all"""
+    copy(trained, workplace / "a")
+    copy(pseudo, workplace / "b", {"smoke": True})
+    (warning,) = compare("a", "b", "--html", "page.html")[1]
+    assert "cut short" in warning
+    assert "Of 100 random ones" in Path("page.html").read_text()
 
 
 def test_the_page_without_data_says_so(compare, badly_named, workplace):
@@ -416,7 +506,9 @@ def test_the_page_without_data_says_so(compare, badly_named, workplace):
 
 
 def test_data_that_are_elsewhere(compare, workplace, trained, squares):
-    copy(trained, workplace / "b", {"dataset": "squares", "data_root": "."}, began_in=str(Path(squares).parent))
+    copy(
+        trained, workplace / "b", {"dataset": "squares", "data_root": "."}, working_directory=str(Path(squares).parent)
+    )
     assert compare("b", "--html", "page.html")[1] == []  # wherever the report is made
     copy(trained, workplace / "a", {"dataset": "squares", "data_root": "gone"})
     _, (warning,) = compare("a", "--html", "page.html")
@@ -425,14 +517,26 @@ def test_data_that_are_elsewhere(compare, workplace, trained, squares):
     assert Path("page.html").read_text().count("<img") == 12
 
 
-@pytest.mark.parametrize("values", [[12.345678] * 3, [50.0], [99.9, 99.95, 100.0], [0.0, 80.0]])
+PERCENT = [[12.345678] * 3, [50.0], [99.9, 99.95, 100.0], [0.0, 80.0]]
+OTHERS = [[0.0] * 3, [0.001, 0.00125], [-3e-8, 2e-8], [-7.0], [123456.0, 123457.0], [0.69, 0.41, 0.4], [1e6, 2e6]]
+
+
+@pytest.mark.parametrize("values", PERCENT + OTHERS)
 def test_the_ticks_of_a_curve_differ(values):
     row = report.Row("an.py", [], "")
     chart = report.line_chart("flat", [(row, "run", "an.py", dict(enumerate(values, 1)))])
-    ticks = re.findall(r'<text x="31".*?>(.*?)</text>', chart)
+    edges, ticks = zip(*re.findall(r'<text x="([\d.]+)" y="(?!206").*?">(.*?)</text>', chart))
     assert len(ticks) == len(set(ticks)) > 2
-    assert max(map(len, ticks)) <= 5  # more would be cut off
+    assert len(set(edges)) == 1
+    assert max(map(len, ticks)) * 6 <= float(edges[0]) < 60  # more would be cut off
+    assert max(map(len, ticks)) <= 5 or values in OTHERS
     assert float(ticks[0]) <= min(values) <= max(values) <= float(ticks[-1])
+    assert ("stroke-width" in chart) == (len(values) == 1)  # a line of one epoch is a dot that can be seen
+    heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.-]+)", chart)]
+    assert max(heights) - min(heights) == 175  # grid lines and curve fill the chart
+    curve = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", re.search(r'class="run".*?/path>', chart)[0])]
+    if max(values) - min(values) > 0.05 * max(map(abs, values)):
+        assert max(curve) - min(curve) > 80  # and what changes can be seen
 
 
 LOOK = """<!doctype html><iframe src="page.html" style="width:360px;height:800px"></iframe><pre></pre><script>

@@ -26,6 +26,7 @@ from conftest import (
 
 import an
 import common
+import scenes
 
 
 def test_a_run_leaves_all_its_files(trained):
@@ -107,9 +108,6 @@ def test_a_kill_between_the_two_checkpoints_changes_nothing(script, squares, wor
     torn = workplace / "torn"
     script("an.py", "--dataset", squares, *SMALL, "--epochs", 3, "--workers", 0, "--out", torn, "--max_steps", 10)
     (torn,) = torn.iterdir()  # stopped after the first of three epochs
-    last = torch.load(torn / "last.pt", weights_only=True)
-    last["run"]["finished"] = False
-    torch.save(last, torn / "last.pt")
     config = json.loads((torn / "config.json").read_text())
     config["settings"]["max_steps"] = 0
     (torn / "config.json").write_text(json.dumps(config))
@@ -141,9 +139,9 @@ def test_ctrl_c_prints_the_command_to_go_on(squares, workplace):
     process.send_signal(signal.SIGINT)
     out = finish(process, code=130)
     assert "Traceback" not in out
-    words = re.search(r"go on with: python (.*)", out)[1].split()
+    words = re.search(r"stopped; resume with: python (.*)", out)[1].split()
     process = start(*words, cwd=workplace)  # the printed words work from where they were printed
-    while "going on after epoch" not in process.stdout.readline():
+    while "resumed after epoch" not in process.stdout.readline():
         assert process.poll() is None
     process.kill()
     process.communicate()
@@ -152,25 +150,31 @@ def test_ctrl_c_prints_the_command_to_go_on(squares, workplace):
 def test_neither_workers_nor_the_cache_change_a_run(script, workplace):
     folder = write_dataset(workplace / "own", n_train=20, n_test=10)
     command = ("an.py", "--dataset", folder, *SMALL, "--epochs", 2)
-    script(*command, "--workers", 0, "--out", "a")
-    script(*command, "--workers", 2, "--out", "b")
+    for workers in (0, 1, 4):
+        script(*command, "--workers", workers, "--out", f"workers {workers}")
     for part in ("train", "val"):
         names = np.load(folder / f"formatted_{part}_images.npy")
         np.save(folder / f"cache_{part}_32.npy", np.stack([common.decode(folder / "images" / n, 32) for n in names]))
         (folder / f"cache_{part}_32.json").write_text(json.dumps({"images": common.hash_names(names)}))
-    script(*command, "--out", "c")
-    (a,), (b,), (c,) = ((workplace / name).iterdir() for name in "abc")
-    assert_same_run(a, b)
-    assert_same_run(a, c)
+    for workers in (0, 4):
+        script(*command, "--workers", workers, "--out", f"cache, workers {workers}")
+    first, *others = (next(path.iterdir()) for path in sorted(workplace.glob("*workers*")))
+    assert len(others) == 4
+    for other in others:
+        assert_same_run(first, other)
+
+
+def make_run(epoch=1, **settings):
+    """A run without a directory, in some epoch"""
+    run = common.Run(an.Args(device="cpu", **settings), ROOT / "an.py")
+    run.epoch = epoch
+    return run
 
 
 def test_seeds_differ_and_epochs_differ(squares):
     def orders(seed, epoch):
-        run = common.Run.__new__(common.Run)
-        run.stages = 1
-        run.args, run.epoch, run.device = an.Args(seed=seed, batch_size=16), epoch, torch.device("cpu")
         data = common.load(an.Args(dataset=squares, image_size=32))
-        batches = list(run.batches(data.train))
+        batches = list(make_run(epoch, seed=seed, batch_size=16).batches(data.train, flip=True))
         return torch.cat([idx for *_, idx in batches]).tolist(), torch.cat([x for x, *_ in batches])
 
     (order, x), (again, same), (other, _), (later, _) = orders(0, 1), orders(0, 1), orders(1, 1), orders(0, 2)
@@ -182,16 +186,13 @@ def test_seeds_differ_and_epochs_differ(squares):
 
 
 def test_flips_are_those_of_the_image_and_epoch(squares):
-    """About half the images come flipped, others in the next epoch, whatever the batch size."""
+    """About half the images come flipped, others in the next epoch, whatever the batch size; none without `flip`."""
     data = common.load(an.Args(dataset=squares, image_size=32))
-    plain = data.train.images[data.train.rows].permute(0, 3, 1, 2).float() / 255
+    plain = common.as_pixels(torch.from_numpy(data.train.images[data.train.rows]))
 
-    def flipped(epoch, batch_size):
-        run = common.Run.__new__(common.Run)
-        run.stages = 1
-        run.args, run.epoch, run.device = an.Args(batch_size=batch_size), epoch, torch.device("cpu")
+    def flipped(epoch, batch_size, flip=True):
         result = torch.zeros(len(plain), dtype=torch.bool)
-        for x, z, idx in run.batches(data.train):
+        for x, z, idx in make_run(epoch, batch_size=batch_size).batches(data.train, flip=flip):
             mirrored = (x == plain[idx].flip(3)).flatten(1).all(1)
             assert (mirrored | (x == plain[idx]).flatten(1).all(1)).all()
             assert torch.equal(z, data.train.z[idx])
@@ -201,6 +202,22 @@ def test_flips_are_those_of_the_image_and_epoch(squares):
     assert 25 < flipped(1, 8).sum() < 55
     assert torch.equal(flipped(1, 8), flipped(1, 5))
     assert not torch.equal(flipped(1, 8), flipped(2, 8))
+    assert not flipped(1, 8, flip=False).any()
+
+
+def test_a_short_last_batch_may_be_dropped(squares):
+    data = common.load(an.Args(dataset=squares, image_size=32))
+    sizes = lambda n: [len(x) for x, *_ in make_run(batch_size=33).batches(data.train, min_images=n)]
+    assert sizes(1) == sizes(14) == [33, 33, 14]
+    assert sizes(15) == [33, 33]
+
+
+def test_observed_labels_of_a_batch_are_a_copy(squares):
+    data = common.load(an.Args(dataset=squares, image_size=32))
+    before = data.train.z.clone()
+    for _, z, _ in make_run().batches(data.train):
+        z.fill_(7)
+    assert torch.equal(data.train.z, before)
 
 
 def test_early_stopping(script, squares, workplace):
@@ -214,10 +231,32 @@ def test_early_stopping(script, squares, workplace):
 COMPILE = pytest.param(("--compile",), marks=pytest.mark.slow)  # a minute, and a C++ compiler
 
 
-@pytest.mark.parametrize("flags", [("--amp", "bf16"), ("--known_ratio", 0.5), ("--l1", 1e-6, "--l2", 1e-6), COMPILE])
+@pytest.mark.parametrize("flags", [("--amp", "bf16"), ("--known_ratio", 0.5), COMPILE])
 def test_flags_train(flags, script, squares, workplace):
     out = script("an.py", "--dataset", squares, *SMALL, "--epochs", 8, "--workers", 0, *flags)
     assert float(re.search(r"last epoch ([\d.]+)\)", out)[1]) > LEARNT, out
+
+
+def test_penalties_train(script, squares, workplace):
+    flags = ("--epochs", 8, "--workers", 0, "--l1", 1e-6, "--l2", 1e-6)
+    out = script("baselines.py", "--dataset", squares, *SMALL, *flags)
+    assert float(re.search(r"last epoch ([\d.]+)\)", out)[1]) > LEARNT, out
+
+
+@pytest.mark.parametrize("name", ["an.py", "em_apl.py", "lac.py", "pu_mlc.py"])
+def test_a_smoke_test_takes_every_epoch_on_a_few_images(name, script, squares, workplace):
+    """Two batches and three images, sixteen to measure with, whatever patience the script has"""
+    tiny = ("--dim", 16, "--ffn", 32, "--project_dim", 8) if name == "lac.py" else ()
+    script(name, "--dataset", squares, *SMALL, *tiny, "--epochs", 3, "--patience", 0, "--smoke")
+    run = only_run(workplace)
+    epochs = 6 if name == "lac.py" else 3  # both stages
+    assert len(metrics(run)) == epochs
+    steps = 2 if name == "pu_mlc.py" else 3  # a last batch of three is too small for it
+    assert torch.load(run / "last.pt", weights_only=True)["run"]["steps"] == steps * epochs
+    settings = json.loads((run / "config.json").read_text())["settings"]
+    assert (settings["smoke"], settings["patience"]) == (True, -1)
+    data = common.load(an.Args(dataset=squares, image_size=32, batch_size=8, smoke=True))
+    assert [len(split) for split in data.splits().values()] == [19, 16, 16]
 
 
 # ---- linear mode
@@ -263,8 +302,7 @@ def test_linear_trains_the_head_alone(script, squares, workplace):
 
 
 def test_linear_takes_the_flipped_features_where_the_image_is_flipped():
-    run = common.Run.__new__(common.Run)
-    run.device = torch.device("cpu")
+    run = make_run()
     plain, flipped = np.zeros((5, 2), np.float32), np.ones((5, 2), np.float32)
     split = common.Split(None, np.arange(5), None, features=(plain, flipped))
     (x,) = run.inputs(split, [np.array([3, 0, 4])], [np.array([True, False, True])])
@@ -277,7 +315,7 @@ def test_a_linear_run_is_measured_with_its_own_backbone(script, squares, workpla
     """Weights in files change or vanish; a run carries its own."""
     weights = workplace / "w.pth"
     torch.manual_seed(7)
-    torch.save(common.small_resnet().state_dict(), weights)
+    torch.save(scenes.small_resnet().state_dict(), weights)
     first = script(
         "an.py", "--dataset", squares, *SMALL, "--weights", weights, "--linear", "--epochs", 2, "--workers", 0
     )
@@ -286,14 +324,8 @@ def test_a_linear_run_is_measured_with_its_own_backbone(script, squares, workpla
     assert re.search(r"val mAP [\d.]+, test mAP [\d.]+", first)[0] in again
 
 
-def embedder(workplace, **more):
-    run = common.Run.__new__(common.Run)
-    run.args, run.device, run.dtype = (
-        an.Args(data_root=str(workplace / "data"), workers=0, **more),
-        torch.device("cpu"),
-        None,
-    )
-    return run
+def make_cache(workplace):
+    return common.EmbeddingCache(workplace / "data", common.Loader(an.Args(workers=0), torch.device("cpu")))
 
 
 def test_embedding_goes_on_after_a_kill(workplace, monkeypatch):
@@ -308,27 +340,28 @@ def test_embedding_goes_on_after_a_kill(workplace, monkeypatch):
             raise KeyboardInterrupt  # in the second chunk
         return x.flatten(1)[:, ::7]
 
-    run = embedder(workplace)
     with pytest.raises(KeyboardInterrupt):
-        run.embed(encode, split, {"model": 1}, "")
-    whole = run.embed(encode, split, {"model": 1}, "")
+        make_cache(workplace).images(encode, split, {"model": 1}, "")
+    cache = make_cache(workplace)
+    whole = cache.images(encode, split, {"model": 1}, "")
     assert len(calls) == 12 + 12  # 20 batches in chunks of 8: of the second chunk 4 were lost, the first stayed
-    expected = split.images[split.rows].permute(0, 3, 1, 2).float().div(255).flatten(1)[:, ::7]
+    expected = common.as_pixels(torch.from_numpy(split.images[split.rows])).flatten(1)[:, ::7]
     assert np.array_equal(whole, expected)
     assert not list((workplace / "data").rglob(".*"))
+    assert cache.seconds > 0
 
 
 def test_embeddings_of_another_key_or_image_are_not_taken(workplace):
     folder = write_dataset(workplace / "own", n_train=10, n_test=4)
     load = lambda: common.load(an.Args(dataset=str(folder), image_size=16)).train
-    run = embedder(workplace)
+    cache = make_cache(workplace)
     constant = lambda value: lambda x: torch.full((len(x), 3), float(value))
-    assert run.embed(constant(1), load(), {"model": 1}, "")[0, 0] == 1
-    assert run.embed(constant(2), load(), {"model": 1}, "")[0, 0] == 1  # the same key: from disk
-    assert run.embed(constant(2), load(), {"model": 2}, "")[0, 0] == 2
+    assert cache.images(constant(1), load(), {"model": 1}, "")[0, 0] == 1
+    assert cache.images(constant(2), load(), {"model": 1}, "")[0, 0] == 1  # the same key: from disk
+    assert cache.images(constant(2), load(), {"model": 2}, "")[0, 0] == 2
     path = folder / "images" / load().images.names[load().rows[3]]
     os.utime(path, (1, 1))  # a changed file
-    assert run.embed(constant(3), load(), {"model": 1}, "")[0, 0] == 3
+    assert cache.images(constant(3), load(), {"model": 1}, "")[0, 0] == 3
 
 
 def test_two_processes_may_embed_at_once(squares, workplace):
@@ -351,8 +384,11 @@ model = run.prepare(common.Classifier(args, len(data.classes)), data)
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 for epoch in run.epochs(model=model, optimizer=optimizer):
     model.eval()  # BatchNorm would see half the batch
-    for x, z, idx in run.batches(data.train):
-        run.step(an.an_loss(model(x), z), optimizer)
+    for x, z, idx in run.batches(data.train, flip=True):
+        loss = an.an_loss(model(x), z)
+        run.backward(loss)
+        run.step(optimizer)
+        run.log(loss=loss)
     run.evaluate(model, data)
 """
 
@@ -395,47 +431,145 @@ def test_two_processes_share_the_embedding(squares, workplace):
 # ---- what a checkpoint carries
 
 STATEFUL = """
-import torch, an, common
+import types, torch, an, common
 args = common.parse(an.Args, an.PRESETS)
 run = common.Run(args, __file__)
 data = common.load(args, run.device)
 model = run.prepare(common.Classifier(args, len(data.classes)), data)
-average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
-optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
-schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=30)
-counts = torch.zeros(len(data.train))
-state = dict(model=model, average=average, optimizer=optimizer, schedule=schedule, counts=counts)
+ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+matrix = torch.zeros(len(data.train), len(data.classes), requires_grad=True)
+optimizers = torch.optim.Adam(model.parameters(), lr=args.lr), torch.optim.Adam([matrix], lr=0.1)
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizers[0], args.lr, total_steps=30)
+labels = types.SimpleNamespace(counts=torch.zeros(len(data.train)), matrix=matrix, seen=torch.zeros(0), round=0)
+labels.last, labels.none_yet = "", None
+state = dict(model=model, ema=ema, first=optimizers[0], second=optimizers[1], scheduler=scheduler, labels=labels)
 for epoch in run.epochs(**state):
-    for x, z, idx in run.batches(data.train):
-        run.step(an.an_loss(model(torch.nn.functional.dropout(x)), z), optimizer)
-        schedule.step()
-        average.update_parameters(model)
-        counts[idx] += epoch
-    run.evaluate(average.module, data)
-    if epoch == 2 and not args.resume:
+    for x, z, idx in run.batches(data.train, flip=True):
+        logits = model(torch.nn.functional.dropout(x))
+        loss = an.an_loss(logits, z) + an.an_loss(matrix[idx] + logits.detach(), z)
+        run.backward(loss)
+        run.step(*optimizers)
+        scheduler.step()
+        ema.update_parameters(model)
+        labels.counts[idx] += epoch
+        run.log(loss=loss)
+    run.evaluate(ema.module, data)
+    labels.counts = labels.counts + 0  # rebound, and after evaluation: what is saved is what the loop's body leaves
+    labels.seen = torch.arange(epoch)  # of another shape in every epoch
+    labels.none_yet = torch.tensor(epoch)
+    labels.round, labels.last = labels.round + 1, f"epoch {epoch}"
+    if epoch == 3 and STOP:
         raise SystemExit("stopped")
-torch.save(counts, "counts.pt")
+torch.save(vars(labels), "labels.pt")
 """
 
 
-def test_averages_schedules_and_tensors_are_resumed(squares, workplace):
-    (workplace / "method.py").write_text(STATEFUL)
+def test_emas_schedules_and_namespaces_are_resumed(squares, workplace):
+    """Stopped in the body of epoch 3, a run goes on after epoch 2"""
+    (workplace / "method.py").write_text(STATEFUL.replace("STOP", "not args.resume"))
     flags = ("--dataset", squares, *SMALL, "--epochs", 3, "--workers", 0)
     finish(start("method.py", *flags, "--out", "stopped", cwd=workplace), code=1)
     (stopped,) = (workplace / "stopped").iterdir()
-    finish(start("method.py", "--resume", stopped, cwd=workplace))
-    counts = torch.load("counts.pt")
-    assert counts.tolist() == [6.0] * 80  # every image once in each of epochs 1, 2 and 3
+    last = torch.load(stopped / "last.pt", weights_only=True)
+    assert (last["run"]["epoch"], last["labels"]["round"], last["labels"]["last"]) == (2, 2, "epoch 2")
+    assert last["labels"]["counts"].tolist() == [3.0] * 80
+    assert "resumed after epoch 2" in finish(start("method.py", "--resume", stopped, cwd=workplace))
+    labels = torch.load("labels.pt")
+    assert labels["counts"].tolist() == [6.0] * 80  # every image once in each of epochs 1, 2 and 3
+    assert labels["seen"].tolist() == [0, 1, 2]
+    assert (labels["round"], labels["last"], labels["none_yet"].item()) == (3, "epoch 3", 3)
 
-    (workplace / "method.py").write_text(STATEFUL.replace("not args.resume", "False"))
+    (workplace / "method.py").write_text(STATEFUL.replace("STOP", "False"))
     finish(start("method.py", *flags, "--out", "whole", cwd=workplace))
     (whole,) = (workplace / "whole").iterdir()
     assert_same_run(stopped, whole)
-    result = json.loads((whole / "result.json").read_text())  # best.pt holds the average, which was measured
+    assert torch.equal(torch.load("labels.pt")["matrix"], labels["matrix"])  # which the second optimizer holds
+    assert labels["matrix"].any()
+    result = json.loads((whole / "result.json").read_text())  # best.pt holds the EMA, which was measured
     assert f"test mAP {result['test_mAP']:.2f}" in finish(start("method.py", "--eval_only", whole, cwd=workplace))
 
 
+BROKEN = {  # a line of STATEFUL, what takes its place, what is said
+    "bare tensor": ("labels=labels)", "labels=labels, bare=matrix)", "error: run.epochs can't save bare, a Tensor"),
+    "list": ('= "", None', '= "", [1]', "error: run.epochs can't save labels.none_yet, a list"),
+    "no evaluation": ("    run.evaluate(ema.module, data)", "", "every epoch must end with run.evaluate"),
+    "local class": (
+        "model = run.prepare(common.Classifier(",
+        "def local():\n    class Own(common.Classifier): pass\n    return Own\nmodel = run.prepare(local()(",
+        "error: predict.py could not build the model again: its class Own must stand at the top level of method.py",
+    ),
+    "other arguments": (
+        "model = run.prepare(common.Classifier(args, ",
+        "class Own(common.Classifier):\n    def __init__(self, n): super().__init__(args, n)\nmodel = run.prepare(Own(",
+        "error: predict.py could not build the model again: its class Own must stand at the top level of method.py",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_script_that_can_not_be_resumed_or_used_later_is_told(what, squares, workplace, monkeypatch):
+    line, instead, said = BROKEN[what]
+    assert STATEFUL.count(line) == 1
+    (workplace / "method.py").write_text(STATEFUL.replace("STOP", "False").replace(line, instead))
+    out = finish(start("method.py", "--dataset", squares, *SMALL, "--epochs", 1, cwd=workplace), code=1)
+    assert said in out
+    assert "Traceback" not in out
+
+
+def test_a_tensor_that_each_process_changed_on_its_own_is_found(squares, workplace):
+    (workplace / "method.py").write_text(STATEFUL.replace("STOP", "False"))
+    flags = ("--dataset", squares, *SMALL, "--epochs", 1, "--workers", 0)
+    process = start(*TORCHRUN, "method.py", *flags, cwd=workplace)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode
+    assert "labels.counts differs between the processes" in out + err
+
+
+def test_best_weights_know_their_model(trained, squares, script, workplace):
+    """predict.py builds the model again; code that changed in between is found by its logits"""
+    best = torch.load(trained / "best.pt", weights_only=True)
+    assert best["model_class"] == ["common", "Classifier"]
+    assert best["probe"].shape == (2, 4)
+    args = an.Args(backbone="resnet_small", weights="none", image_size=32)
+    model = common.Classifier(args, 4)
+    checkpoint = common.load_weights(model, trained / "best.pt")
+    common.check_probe(model, 32, checkpoint, "x")
+    model.std *= 0.5  # not among the weights
+    with pytest.raises(SystemExit, match="the model's code has changed since x was trained"):
+        common.check_probe(model, 32, checkpoint, "x")
+
+
+def test_changed_code_is_found_in_evaluation(trained, script, monkeypatch):
+    features = common.Classifier.features
+    monkeypatch.setattr(common.Classifier, "features", lambda self, x: features(self, 2 * x))
+    with pytest.raises(SystemExit, match="the model's code has changed"):
+        script("an.py", "--eval_only", trained)
+
+
 # ---- bad luck
+
+
+def test_a_checkpoint_in_the_working_directory_is_not_taken(trained, squares, script, workplace, monkeypatch):
+    """Of a user who stands in a run's directory"""
+    shutil.copytree(trained, workplace / "copy")
+    monkeypatch.chdir(workplace / "copy")
+    result = json.loads((trained / "result.json").read_text())
+    assert f"val mAP {result['val_mAP']:.2f}, test mAP {result['test_mAP']:.2f}" in script("an.py", "--eval_only", ".")
+    flags = ("--dataset", squares, *SMALL, "--init_from", trained, "--max_steps", 1, "--lr", 1e-12)
+    script("an.py", *flags, "--out", workplace / "tuned")
+    (tuned,) = (workplace / "tuned").iterdir()
+    a, b = (torch.load(path, weights_only=True)["model"] for path in (trained / "best.pt", tuned / "last.pt"))
+    torch.testing.assert_close(a["head.weight"], b["head.weight"], rtol=0, atol=1e-9)
+
+
+def test_runs_of_the_same_second_have_directories_of_their_own(script, squares, workplace, monkeypatch):
+    monkeypatch.setattr(common.time, "strftime", lambda _: "20260101-000000")
+    for _ in range(3):
+        script("an.py", "--dataset", squares, *SMALL, "--max_steps", 1)
+    name = "squares-an-s0-20260101-000000"
+    assert sorted(path.name for path in (workplace / "runs").iterdir()) == [name, f"{name}-2", f"{name}-3"]
+    for run in (workplace / "runs").iterdir():
+        assert (run / "result.json").exists()
 
 
 def test_nothing_is_left_of_a_run_that_could_not_start(script, squares, workplace):
@@ -471,7 +605,6 @@ def test_a_bad_loss_is_found_within_an_epoch(script, squares, workplace, monkeyp
 def test_a_loss_that_is_not_finite_stops_the_run(trained, script, workplace):
     shutil.copytree(trained, workplace / "copy")
     last = torch.load(workplace / "copy/last.pt", weights_only=True)
-    last["run"]["finished"] = False
     last["run"]["epoch"] = 2
     last["model"]["head.bias"].fill_(float("nan"))
     torch.save(last, workplace / "copy/last.pt")
@@ -481,7 +614,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(trained, script, workplace):
     assert (workplace / "copy/last.pt").read_bytes() == before
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1, 4])
 def test_a_truncated_image_is_named(script, workplace, workers):
     folder = write_dataset(workplace / "own", n_train=10, n_test=4)
     path = folder / "images" / "val_2.png"

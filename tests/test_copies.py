@@ -1,0 +1,337 @@
+"""Copying a script is safe: a copy trains, is killed, resumes to the same bits, is evaluated and predicts what the
+trained model says, or is refused in one sentence before it trains."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import ROOT, SMALL, TORCHRUN, assert_a_kill_changes_nothing, finish, metrics, only_run, start
+
+import common
+
+FLAGS = (*SMALL, "--workers", 0, "--epochs", 3)
+
+
+def copy_of(script, path, *edits):
+    """A copy of a script of the project with lines replaced, each of which must be there"""
+    text = (ROOT / script).read_text()
+    for old, new in edits:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    path.write_text(text)
+    return path
+
+
+def state(run, name="labels"):
+    return torch.load(run / "last.pt", weights_only=True)[name]
+
+
+LOOP = "    for epoch in run.epochs(model=model, optimizer=optimizer):  # all of these are in last.pt\n"
+IMPORT = (
+    "from dataclasses import dataclass\n",
+    "from dataclasses import dataclass\nfrom types import SimpleNamespace\n",
+)
+THETA = (
+    IMPORT,
+    (
+        LOOP,
+        "    start = torch.linspace(-1, 1, data.train.z.numel()).view(data.train.z.shape)\n"
+        "    labels = SimpleNamespace(theta=start.to(run.device).requires_grad_(), rounds=0)\n"
+        "    theta_optimizer = torch.optim.SGD([labels.theta], lr=10.0, momentum=0.9)\n"
+        "    more = dict(theta_optimizer=theta_optimizer, labels=labels)\n"
+        "    for epoch in run.epochs(model=model, optimizer=optimizer, **more):\n",
+    ),
+    (
+        "            loss = an_loss(logits, z)\n",
+        "            loss = an_loss(logits, z) + an_loss(labels.theta[idx], z)\n",
+    ),
+    ("            run.step(optimizer)\n", "            run.step(optimizer, theta_optimizer)\n"),
+    ("        run.evaluate(model, data)\n", "        run.evaluate(model, data)\n        labels.rounds += 1\n"),
+)
+
+
+def test_a_trained_label_matrix_is_resumed(squares, workplace):
+    script = copy_of("an.py", workplace / "matrix.py", *THETA)
+    killed, whole = assert_a_kill_changes_nothing(script, "--dataset", squares, *FLAGS, cwd=workplace)
+    a, b = state(killed), state(whole)
+    assert torch.equal(a["theta"], b["theta"])
+    assert a["rounds"] == b["rounds"] == 3  # what came after run.evaluate is in the checkpoint too
+    start = torch.linspace(-1, 1, a["theta"].numel()).view(a["theta"].shape)
+    assert (a["theta"] - start).abs().min() > 1e-4  # every label of every image was trained
+
+
+def test_two_processes_train_the_same_label_matrix_as_one(squares, workplace):
+    script = copy_of("an.py", workplace / "matrix.py", *THETA)
+    flags = ("--dataset", squares, *FLAGS, "--batch_size", 7)  # shares of four and three
+    finish(start(script, *flags, "--out", "one", cwd=workplace))
+    finish(start(*TORCHRUN, script, *flags, "--out", "two", cwd=workplace))
+    (one,), (two,) = (workplace / "one").iterdir(), (workplace / "two").iterdir()
+    torch.testing.assert_close(state(one)["theta"], state(two)["theta"], rtol=1e-4, atol=1e-5)
+
+
+REBOUND = (
+    IMPORT,
+    (LOOP, "    labels = SimpleNamespace(seen=torch.zeros(1))\n" + LOOP.replace("r):", "r, labels=labels):")),
+    (
+        "            loss = an_loss(logits, z)\n",
+        "            loss = an_loss(logits, z) * (1 + labels.seen.sum())\n"
+        "            labels.seen = torch.cat([labels.seen, loss.detach()[None].cpu() / 100])\n",
+    ),
+)
+
+
+def test_a_rebound_state_of_another_shape_is_resumed(squares, workplace):
+    script = copy_of("an.py", workplace / "rebound.py", *REBOUND)
+    killed, whole = assert_a_kill_changes_nothing(script, "--dataset", squares, *FLAGS, cwd=workplace)
+    assert torch.equal(state(killed)["seen"], state(whole)["seen"])
+    assert len(state(whole)["seen"]) == 1 + 3 * 10  # a number per step
+
+
+def test_a_bare_tensor_is_refused_before_training(squares, workplace):
+    bare = (LOOP, "    z_all = data.train.z.clone()\n" + LOOP.replace("r):", "r, z_all=z_all):"))
+    script = copy_of("an.py", workplace / "bare.py", bare)
+    out = finish(start(script, "--dataset", squares, *FLAGS, cwd=workplace), code=1)
+    assert "error: run.epochs can't save z_all, a Tensor" in out
+    assert "SimpleNamespace(z_all=z_all)" in out
+    assert "Traceback" not in out
+    assert "epoch " not in out
+
+
+def test_what_a_namespace_cant_save_is_refused_before_training(squares, workplace):
+    odd = (LOOP, "    labels = SimpleNamespace(seen={1, 2})\n" + LOOP.replace("r):", "r, labels=labels):"))
+    script = copy_of("an.py", workplace / "odd.py", IMPORT, odd)
+    out = finish(start(script, "--dataset", squares, *FLAGS, cwd=workplace), code=1)
+    assert "error: run.epochs can't save labels.seen, a set" in out
+    assert "Traceback" not in out
+
+
+def test_a_state_of_another_shape_is_refused_where_it_is_trained(squares, workplace):
+    script = copy_of("an.py", workplace / "matrix.py", *THETA)
+    finish(start(script, "--dataset", squares, *FLAGS, "--epochs", 1, cwd=workplace))
+    run = only_run(workplace)
+    last = torch.load(run / "last.pt", weights_only=True)
+    last["labels"]["theta"] = last["labels"]["theta"][:1]  # would broadcast
+    torch.save(last, run / "last.pt")
+    out = finish(start(script, "--resume", run, cwd=workplace), code=1)
+    assert "error: labels.theta is (1, 4) in the checkpoint and (80, 4) in the script" in out
+    assert "Traceback" not in out
+
+
+def test_a_state_that_each_process_changes_on_its_own_is_refused(squares, workplace):
+    counting = (
+        IMPORT,
+        (
+            LOOP,
+            "    labels = SimpleNamespace(seen=torch.zeros(len(data.train)))\n"
+            + LOOP.replace("r):", "r, labels=labels):"),
+        ),
+        (
+            "            loss = an_loss(logits, z)\n",
+            "            loss = an_loss(logits, z)\n            labels.seen[idx] += 1\n",
+        ),
+    )
+    script = copy_of("an.py", workplace / "counting.py", *counting)
+    out = finish(start(*TORCHRUN, script, "--dataset", squares, *FLAGS, cwd=workplace), code=1)
+    assert "labels.seen differs between the processes" in out
+    finish(start(script, "--dataset", squares, *FLAGS, "--out", "one", cwd=workplace))  # alone it is fine
+    (one,) = (workplace / "one").iterdir()
+    assert state(one)["seen"].tolist() == [3.0] * 80
+
+
+FORWARD = (
+    (
+        "# ---- 3. Train\n",
+        "class Mine(common.Classifier):\n"
+        "    def forward(self, x):\n"
+        "        return 3 * super().forward(x) + 1\n\n\n"
+        "# ---- 3. Train\n",
+    ),
+    ("run.prepare(common.Classifier(args", "run.prepare(Mine(args"),
+)
+
+
+def test_a_changed_forward_in_a_script_with_a_hyphen(squares, workplace):
+    """Trained, killed, resumed, evaluated, and predicted with what was trained, though the weights fit a Classifier"""
+    script = copy_of("an.py", workplace / "my-method.py", *FORWARD)
+    killed, _ = assert_a_kill_changes_nothing(script, "--dataset", squares, *FLAGS, cwd=workplace)
+    result = json.loads((killed / "result.json").read_text())
+    assert f"test mAP {result['test_mAP']:.2f}" in finish(start(script, "--eval_only", killed, cwd=workplace))
+
+    script.unlink()  # a run carries its own source
+    image = next((workplace / squares / "images").glob("val_*.png"))
+    finish(start(ROOT / "predict.py", killed, image, "--csv", "p.csv", cwd=workplace))
+    predicted = torch.tensor([float(p) for p in (workplace / "p.csv").read_text().splitlines()[1].split(",")[1:]])
+    best = torch.load(killed / "best.pt", weights_only=True)
+    settings = json.loads((killed / "config.json").read_text())["settings"]
+    model = common.Classifier(common_args(settings), 4)
+    model.load_state_dict(best["model"])
+    pixels = torch.tensor(common.decode(image, 32))[None]
+    with torch.no_grad():
+        logits = model.eval()(common.as_pixels(pixels))[0]
+    torch.testing.assert_close(predicted, (3 * logits + 1).sigmoid(), rtol=0, atol=1e-4)
+    assert (predicted - logits.sigmoid()).abs().max() > 0.05  # a Classifier would have said something else
+
+
+def common_args(settings):
+    import an
+
+    return an.Args(**settings)
+
+
+@pytest.mark.parametrize("where", ["local", "arguments"])
+def test_a_model_that_predict_could_not_build_is_refused_before_training(where, squares, workplace):
+    inner = "    class Mine(common.Classifier):\n        pass\n\n"
+    edits = {
+        "local": (
+            ("    args = common.parse(Args, PRESETS)\n", inner + "    args = common.parse(Args, PRESETS)\n"),
+            FORWARD[1],
+        ),
+        "arguments": (
+            (
+                "# ---- 3. Train\n",
+                "class Mine(common.Classifier):\n"
+                "    def __init__(self, args, num_classes, scale):\n"
+                "        super().__init__(args, num_classes)\n"
+                "        self.scale = scale\n\n\n"
+                "# ---- 3. Train\n",
+            ),
+            ("run.prepare(common.Classifier(args, len(data.classes))", "run.prepare(Mine(args, len(data.classes), 2)"),
+        ),
+    }[where]
+    script = copy_of("an.py", workplace / "mine.py", *edits)
+    out = finish(start(script, "--dataset", squares, *FLAGS, cwd=workplace), code=1)
+    assert (
+        "error: predict.py could not build the model again: its class Mine must stand at the top level of mine.py"
+        in out
+    )
+    assert "Traceback" not in out
+    assert not (workplace / "runs").exists()
+
+
+def test_code_that_changed_after_the_training_is_refused(squares, workplace):
+    script = copy_of("an.py", workplace / "mine.py", *FORWARD)
+    finish(start(script, "--dataset", squares, *FLAGS, "--epochs", 1, cwd=workplace))
+    run = only_run(workplace)
+    text = script.read_text().replace("3 * super()", "2 * super()")
+    script.write_text(text)
+    out = finish(start(script, "--eval_only", run, cwd=workplace), code=1)
+    assert "the model's code has changed since" in out
+    (run / "script.py").write_text(text)
+    out = finish(start(ROOT / "predict.py", run, workplace / squares / "images", cwd=workplace), code=1)
+    assert "the model's code has changed since" in out
+    assert "Traceback" not in out
+
+
+def test_a_deleted_field(squares, workplace):
+    line = next(line + "\n" for line in (ROOT / "an.py").read_text().splitlines() if line.startswith("    patience"))
+    script = copy_of("an.py", workplace / "short.py", (line, ""))
+    assert_a_kill_changes_nothing(script, "--dataset", squares, *FLAGS, cwd=workplace)
+    finish(start(script, "--dataset", squares, *FLAGS, "--smoke", "--out", "smoke", cwd=workplace))
+
+    line = next(line + "\n" for line in (ROOT / "an.py").read_text().splitlines() if line.startswith("    image_size"))
+    script = copy_of("an.py", workplace / "shorter.py", (line, ""))
+    out = finish(start(script, "--dataset", squares, cwd=workplace), code=1)
+    assert "error: Args lacks image_size, which common.py reads" in out
+
+    line = next(line + "\n" for line in (ROOT / "em_apl.py").read_text().splitlines() if line.startswith("    warmup"))
+    script = copy_of("em_apl.py", workplace / "preset.py", (line, ""))
+    out = finish(start(script, cwd=workplace), code=1)
+    assert "error: PRESETS of scenes doesn't fit Args" in out
+    assert "warmup" in out
+    assert "Traceback" not in out
+
+
+def test_room_between_backward_and_step(squares, workplace):
+    """Clipping, accumulation over two batches, a second optimizer with a part of the weights"""
+    edits = (
+        (
+            "    optimizer = torch.optim.Adam([w for w in model.parameters() if w.requires_grad], lr=args.lr)\n",
+            "    optimizer = torch.optim.SGD(model.body.parameters(), lr=0.1)\n"
+            "    head = torch.optim.SGD(model.head.parameters(), lr=0.1)\n",
+        ),
+        (LOOP, LOOP.replace("r):", "r, head=head):")),
+        (
+            "            run.step(optimizer)\n",
+            "            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-6)\n"
+            "            if run.batch % 2 == 0:\n"
+            "                run.step(optimizer, head)\n"
+            "            run.log(gradient_norm=norm)\n",
+        ),
+    )
+    script = copy_of("an.py", workplace / "clip.py", *edits)
+    killed, _ = assert_a_kill_changes_nothing(script, "--dataset", squares, *FLAGS, cwd=workplace)
+    assert torch.load(killed / "last.pt", weights_only=True)["run"]["steps"] == 3 * 5  # of 10 batches an epoch
+    assert float(metrics(killed)[-1]["gradient_norm"]) > 1e-6
+    first = torch.load(killed / "best.pt", weights_only=True)["model"]
+    torch.manual_seed(0)
+    import an
+
+    untrained = common.Classifier(an.Args(backbone="resnet_small", weights="none"), 4).state_dict()
+    moved = max((first[key] - untrained[key]).abs().max() for key in first if key.startswith("head"))
+    assert 0 < moved < 1e-5  # clipped steps are tiny
+
+
+def test_a_new_metric_gets_its_column_and_panel(squares, workplace, monkeypatch):
+    new = ("            run.log(loss=loss)\n", "            run.log(loss=loss, spread_of_logits=logits.std())\n")
+    script = copy_of("an.py", workplace / "metric.py", new)
+    finish(start(script, "--dataset", squares, *FLAGS, cwd=workplace))
+    rows = [{name: float(value) for name, value in row.items() if value} for row in metrics(only_run(workplace))]
+    assert all(row["spread_of_logits"] > 0 for row in rows)
+    drawn = []
+    monkeypatch.setattr(common, "save_figure", lambda figure, path: drawn.append(figure))
+    common.plot_curve(rows, 1, workplace / "curve.png")
+    panels = {axis.get_title(): axis for axis in drawn[0].axes if axis.get_visible()}
+    assert list(panels) == ["loss", "mAP", "spread"]
+    (line, _) = panels["spread"].get_lines()
+    assert line.get_ydata().tolist() == [row["spread_of_logits"] for row in rows]
+
+
+def test_an_epoch_without_evaluate_is_said(squares, workplace):
+    script = copy_of("an.py", workplace / "blind.py", ("        run.evaluate(model, data)\n", ""))
+    out = finish(start(script, "--dataset", squares, *FLAGS, cwd=workplace), code=1)
+    assert "error: blind.py: every epoch must end with run.evaluate(model, data)" in out
+
+
+# ---- smoke tests
+
+CLIP_SCRIPTS = ("vlpl.py", "aevlp.py")
+TINY = ("--dim", 16, "--ffn", 32, "--project_dim", 8)
+SMOKE = {"an.py": (), "baselines.py": ("--loss", "ls"), "em_apl.py": ("--warmup", 2, "--patience", 0)}
+SMOKE |= {"vlpl.py": (), "aevlp.py": ("--grid", 2), "lac.py": TINY, "pu_mlc.py": ("--ema", 0.9, "--one_cycle", 4)}
+
+
+@pytest.mark.parametrize("name", SMOKE)
+def test_a_smoke_test_goes_through_everything(name, squares, tiny_clip, workplace):
+    clip = ("--clip_model", f"local-dir:{tiny_clip}") if name in CLIP_SCRIPTS else ()
+    flags = ("--dataset", squares, *SMALL, *SMOKE[name], *clip, "--epochs", 4, "--smoke")
+    out = finish(start(ROOT / name, *flags, cwd=workplace))
+    run = only_run(workplace)
+    rows = metrics(run)
+    assert len(rows) == (8 if name == "lac.py" else 4)  # both stages, no early stopping
+    last = torch.load(run / "last.pt", weights_only=True)
+    assert last["run"]["steps"] == len(rows) * (2 if name == "pu_mlc.py" else 3)  # the last batch of 3 is below 4
+    if name == "em_apl.py":
+        assert float(rows[1]["pseudo_negatives_per_image"]) > 0
+        assert last["labels"]["pseudo"].shape == (2 * 8 + 3, 4)
+    if name == "lac.py":
+        assert [row["stage"] for row in rows] == ["1.0"] * 4 + ["2.0"] * 4
+        assert (run / "stage1.pt").exists()
+    if clip:
+        assert "embedded" in out
+        assert max(int(n) for n in __import__("re").findall(r"embedded .*: (\d+) in", out)) <= 19
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMOKE)
+def test_a_smoke_test_on_scenes_takes_less_than_a_minute(name, tmp_path_factory):
+    import time
+
+    folder = tmp_path_factory.getbasetemp() / "smoke"
+    folder.mkdir(exist_ok=True)
+    if not (folder / "data/scenes").exists() or (name in CLIP_SCRIPTS and not (folder / "data/scenes_clip").exists()):
+        finish(start(ROOT / name, "--smoke", cwd=folder))  # makes the data set and its CLIP
+    began = time.monotonic()
+    finish(start(ROOT / name, "--smoke", cwd=folder))
+    assert time.monotonic() - began < 60
+    shutil.rmtree(folder / "runs")
