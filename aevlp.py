@@ -94,7 +94,7 @@ def ramp(ends, t, T):
 def gpr_loss(logits, z, pseudo, w, b, mu, sigma, q_pos, q_neg, lambda1, lambda2, rho, eta, m):
     """Eq. 4: mean over (B, C) of -log p where z = 1, v [k (1 - p^q_pos) / q_pos + (1 - k)(1 - (1 - p)^q_neg) / q_neg]
     where pseudo = 0, -v log(1 - p) where it is -1, clip(1 - v, lambda1, lambda2) [-rho log p - (1 - rho) log(1 - p)]
-    where it is 1; plus eta R, R = ((mean_n sum_c p - m) / C)^2. k = sigmoid(w p + b), how likely an unknown label is a
+    where it is 1; plus R = eta ((mean_n sum_c p - m) / C)^2. k = sigmoid(w p + b), how likely an unknown label is a
     positive, and v = exp(-(p - mu)^2 / (2 sigma^2)) take no gradient. -> loss, its parts"""
     logits = common.full_precision(logits)
     log_p, log_not_p, p = F.logsigmoid(logits), F.logsigmoid(-logits), logits.sigmoid()
@@ -107,10 +107,10 @@ def gpr_loss(logits, z, pseudo, w, b, mu, sigma, q_pos, q_neg, lambda1, lambda2,
     unknown = torch.where(kind == 0, v * (k * robust(log_p, q_pos) + (1 - k) * robust(log_not_p, q_neg)), 0).mean()
     pseudo_negative = torch.where(kind == -1, -v * log_not_p, 0).mean()
     pseudo_positive = torch.where(kind == 1, (1 - v).clamp(lambda1, lambda2) * soft, 0).mean()
-    R = ((p.sum(1).mean() - m) / logits.shape[1]) ** 2
+    R = eta * ((p.sum(1).mean() - m) / logits.shape[1]) ** 2
     parts = dict(loss_positive=positive, loss_unknown=unknown, loss_R=R)
     parts |= dict(loss_pseudo_positive=pseudo_positive, loss_pseudo_negative=pseudo_negative)
-    return positive + unknown + pseudo_negative + pseudo_positive + eta * R, parts
+    return positive + unknown + pseudo_negative + pseudo_positive + R, parts
 
 
 def label_graph(text, u, e, tau):

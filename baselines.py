@@ -70,7 +70,7 @@ def baseline_loss(logits, z, y, args):
         case "an":
             return an_loss(logits, z)
         case "wan":  # each positive weighs as much as the C - 1 others together
-            other = other / (logits.shape[1] - 1)
+            other = other / max(logits.shape[1] - 1, 1)
         case "dw":
             other = args.dw_weight * other
         case "ls":  # targets 0.9 and 0.1

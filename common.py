@@ -126,7 +126,6 @@ def check_ranges(args):
 
 
 def preset_settings(args_class, presets, dataset, partial):
-    """The script's defaults, and over them its preset for the data set"""
     name = Path(dataset).name
     preset = presets.get(f"{name} partial", presets.get(name, {})) if partial else presets.get(name, {})
     try:
@@ -153,7 +152,6 @@ def die(message):
 
 
 def printable(path):
-    """A file's name need not be UTF-8"""
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
@@ -224,19 +222,7 @@ def gather(mine, n):
     return torch.stack(everyone, 1).flatten(0, 1)[:n] if world() > 1 else mine
 
 
-def mean_over_processes(grad):
-    """Of a gradient; of a sparse one (rows of a matrix, by F.embedding(..., sparse=True)) only the rows are sent"""
-    if not grad.is_sparse:
-        dist.all_reduce(grad)
-        return grad / world()
-    mine, everyone = grad.coalesce(), [None] * world()
-    dist.all_gather_object(everyone, (mine.indices().cpu(), mine.values().cpu()))
-    rows, values = (torch.cat(parts, dim).to(grad.device) for parts, dim in zip(zip(*everyone), (1, 0)))
-    return torch.sparse_coo_tensor(rows, values / world(), grad.shape)
-
-
 def progress(items, what, **more):
-    """A tqdm bar, on rank 0 of a terminal"""
     hidden = rank() > 0 or not sys.stderr.isatty()
     return tqdm(items, desc=what, leave=False, disable=hidden, dynamic_ncols=True, **more)
 
@@ -363,7 +349,6 @@ class Split:
         return None if self.y is None else self.y[idx]
 
     def first(self, n):
-        """The split's first n images"""
         return replace(self, rows=self.rows[:n], y=self.true(slice(n)), z=None if self.z is None else self.z[:n])
 
     def fingerprint(self):
@@ -382,7 +367,6 @@ class Data:
     test: Split | None
 
     def splits(self):
-        """{name: split} of those there are"""
         return {name: split for name in ("train", "val", "test") if (split := getattr(self, name))}
 
 
@@ -718,16 +702,11 @@ class EmbeddingCache:
             starts = range(0, n, size)
             parts = {folder / f"{at:09d}-{size}.npy": in_batches(np.arange(at, min(at + size, n))) for at in starts}
             mine = {part: parts[part] for part in list(parts)[rank() :: world()] if not part.exists()}
-            batches = [idx for part in mine.values() for idx in part]
-            total, started, encoded = sum(map(len, batches)), time.perf_counter(), encode(batches)
-            with progress(None, f"embedding {what}", unit=unit, total=total) as bar:
-                for part in mine:
-                    embedded = []
-                    for rows in itertools.islice(encoded, len(mine[part])):
-                        embedded.append(rows.float().cpu())
-                        bar.update(len(rows))
-                    with replacing(part) as temporary, open(temporary, "wb") as file:
-                        np.save(file, torch.cat(embedded).numpy())
+            total, started = sum(len(idx) for batches in mine.values() for idx in batches), time.perf_counter()
+            for part in progress(mine, f"embedding {what}", unit=f" x {size} {unit}"):
+                rows = torch.cat([batch.float().cpu() for batch in encode(mine[part])])
+                with replacing(part) as temporary, open(temporary, "wb") as file:
+                    np.save(file, rows.numpy())
             if rank() == 0 and total:
                 seconds = time.perf_counter() - started
                 print(f"embedded {what}: {total} in {seconds:.1f} s, {total / seconds:.0f} {unit}/s", flush=True)
@@ -865,7 +844,6 @@ def unwrap(thing):
 
 
 def find_device(name):
-    """--device -> torch.device"""
     try:
         name = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
         device = torch.empty(0, device=name).device  # with its index, if it is there
@@ -1087,7 +1065,9 @@ class Run:
         weights = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
         for weight in weights if world() > 1 else ():
             if id(weight) not in self.in_model:
-                weight.grad = mean_over_processes(torch.zeros_like(weight) if weight.grad is None else weight.grad)
+                weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                dist.all_reduce(weight.grad)
+                weight.grad /= world()
         for optimizer in optimizers:
             self.scaler.step(optimizer)
         self.scaler.update()
@@ -1266,7 +1246,13 @@ class Run:
 
     def save(self):
         spaces = {name: vars(thing) for name, thing in self.state.items() if isinstance(thing, SimpleNamespace)}
-        self.check_processes_agree(spaces)
+        values = {f"{name}.{key}": value for name, space in spaces.items() for key, value in space.items()}
+        for name, value in values.items() if world() > 1 else ():  # else rank 0's would be saved for all
+            content = value.detach().cpu().numpy().tobytes() if torch.is_tensor(value) else repr(value).encode()
+            digests = [None] * world()
+            dist.all_gather_object(digests, hashlib.sha256(content).hexdigest())
+            if len(set(digests)) > 1:
+                die(f"{name} differs between the processes: gather or reduce it before the epoch ends")
         if rank() > 0:
             return
         names = ("epoch", "last_epoch", "steps", "rows", "best", "earlier")
@@ -1278,16 +1264,6 @@ class Run:
         self.write_metrics()
         if self.rows[-1]["seconds"] > 20:  # to be looked at while it goes on
             plot_curve(self.rows, self.best["epoch"], self.directory / "curve.png")
-
-    def check_processes_agree(self, spaces):
-        """A state that each process changed on its own share of the images would be saved as rank 0's alone."""
-        values = {f"{name}.{key}": value for name, space in spaces.items() for key, value in space.items()}
-        for name, value in values.items() if world() > 1 else ():
-            digests = [None] * world()
-            content = value.detach().cpu().numpy().tobytes() if torch.is_tensor(value) else repr(value).encode()
-            dist.all_gather_object(digests, hashlib.sha256(content).hexdigest())
-            if len(set(digests)) > 1:
-                die(f"{name} differs between the processes: gather or reduce it before the epoch ends")
 
     def restore(self):
         path = self.directory / "last.pt"

@@ -7,9 +7,9 @@ probabilities, and both are held to the expected number of positives per image.
 
 NOTES: ROLE + LinearInit is two commands: `--linear --epochs 25 --lr 1e-3 --batch_size 16` (CUB 8), then `--init_from
 RUN`, which starts from the best classifier and its estimates. The release searches lr 1e-2 to 1e-5 and batch sizes 8
-and 16 on validation, has k 2.5 for COCO, and adds 1e-5 inside every logarithm. Its Adam also moves estimates whose
-image is not in the batch, by their momentum; ours (SparseAdam) moves those of the batch alone. Under torchrun the mean
-number of positives is that of each process's share of a batch.
+and 16 on validation, has k 2.5 for COCO, and adds 1e-5 inside every logarithm. Adam's momentum goes on moving an
+image's estimates after its batch, as in the release. Under torchrun the mean number of positives is that of each
+process's share of a batch.
 """
 
 import math
@@ -92,24 +92,22 @@ if __name__ == "__main__":
     if not args.positives and data.val is None:
         common.die("without validation labels ROLE needs the expected number of --positives per image")
     model = run.prepare(common.Classifier(args, len(data.classes)), data)
-    optimizer = torch.optim.Adam([w for w in model.parameters() if w.requires_grad], lr=args.lr)
-
-    # new vs an.py: estimates of all training labels, with --init_from those of that run
+    # new vs an.py: estimates of all training labels, with --init_from those of that run, and their learning rate
     k = args.positives or data.val.y.sum(1).float().mean().item()
     labels = SimpleNamespace(theta=initial_estimates(data.train.z, args.seed).requires_grad_())
     saved = common.read_state(common.start_from(args)).get("labels", {}) if args.init_from else {}
     common.restore_namespace("labels", labels, {name: saved[name] for name in saved if name == "theta"})
-    theta_optimizer = torch.optim.SparseAdam([labels.theta], lr=args.theta_lr * args.lr)
-    state = dict(theta_optimizer=theta_optimizer, labels=labels)
+    groups = [dict(params=[w for w in model.parameters() if w.requires_grad])]
+    groups += [dict(params=[labels.theta], lr=args.lr * args.theta_lr)]
+    optimizer = torch.optim.Adam(groups, lr=args.lr)
 
-    for epoch in run.epochs(model=model, optimizer=optimizer, **state):  # all of these are in last.pt
+    for epoch in run.epochs(model=model, optimizer=optimizer, labels=labels):  # all of these are in last.pt
         for x, z, idx in run.batches(data.train, flip=True):  # x (B, 3, H, W) in 0..1, z (B, C) observed, idx (B,) rows
             with run.autocast():
                 logits = model(x)  # (B, C)
-            estimates = F.embedding(idx, labels.theta, sparse=True)  # (B, C); new vs an.py
-            loss, parts = role_loss(logits, estimates, z, k)
+            loss, parts = role_loss(logits, labels.theta[idx], z, k)
             run.backward(loss)
-            run.step(optimizer, theta_optimizer)
+            run.step(optimizer)
             run.log(loss=loss, **parts)
         if data.train.y is not None:
             run.log(estimates_mAP=hidden_mAP(labels.theta.detach(), data.train.z, data.train.y))

@@ -280,7 +280,7 @@ def die(message):
 
 
 def small_resnet(width=32):
-    """--backbone resnet_small, a ResNet-10 for a laptop: 3x3 stem, two stages of two blocks, a map of 8 x 8 -> (B, 128)"""
+    """--backbone resnet_small, a ResNet-10 for a laptop: 3x3 stem, two stages of two blocks, 8 x 8 map -> (B, 128)"""
     from torch import nn
     from torchvision.models.resnet import BasicBlock
 

@@ -128,7 +128,8 @@ if __name__ == "__main__":
     if clip:  # it is frozen, so the pseudo-labels are computed once
         cosines = clip_cosines(clip, data, texts, run.cache)
         labels.pseudo = vlpl_pseudo_labels(cosines["train"], data.train.z, args.tau, args.theta, args.delta)
-        run.summarise("clip_zero_shot_mAP", zero_shot_mAP(cosines, data.splits(), args.tau))
+        if zero_shot := zero_shot_mAP(cosines, data.splits(), args.tau):
+            run.summarise("clip_zero_shot_mAP", zero_shot)
         del clip  # its memory is the model's now
 
     for epoch in run.epochs(model=model, optimizer=optimizer, labels=labels):  # all of these are in last.pt

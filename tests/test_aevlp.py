@@ -76,7 +76,7 @@ def test_loss_by_hand():
     loss, parts = aevlp.gpr_loss(logits, z, pseudo, 0.0, 0.0, 0.5, 1.0, 1.0, 1.0, 0.4, 0.7, 0.9, 0.5, 1.0)
     log2 = math.log(2)
     assert loss.item() == pytest.approx((log2 + 0.5 + log2 + 0.4 * log2) / 4 + 0.5 * (1 / 4) ** 2, abs=1e-6)
-    expected = {"loss_positive": log2 / 4, "loss_unknown": 0.5 / 4, "loss_R": 1 / 16}
+    expected = {"loss_positive": log2 / 4, "loss_unknown": 0.5 / 4, "loss_R": 0.5 / 16}
     expected |= {"loss_pseudo_negative": log2 / 4, "loss_pseudo_positive": 0.4 * log2 / 4}
     assert {name: part.item() for name, part in parts.items()} == pytest.approx(expected, abs=1e-6)
 
@@ -86,9 +86,9 @@ def test_parts_sum_up_to_the_loss(batch, eta):
     loss, parts = aevlp.gpr_loss(*batch, **RATES, eta=eta, m=1.7)
     names = {"loss_positive", "loss_unknown", "loss_pseudo_positive", "loss_pseudo_negative"}
     assert set(parts) == names | {"loss_R"}
-    total = sum(parts[name] for name in names) + eta * parts["loss_R"]
-    assert total.item() == pytest.approx(loss.item(), rel=1e-12)
-    assert all(part > 0 for part in parts.values())
+    assert sum(parts.values()).item() == pytest.approx(loss.item(), rel=1e-12)
+    assert all(parts[name] > 0 for name in names)
+    assert (parts["loss_R"] > 0) == (eta > 0)
 
 
 def test_the_loss_changes_nothing(batch):
@@ -417,7 +417,7 @@ def test_a_run_logs_what_it_does(script, flags, workplace):
     assert [last[f"schedule_{name}"] for name in ("w", "b", "mu", "sigma")] == pytest.approx([2, -2, 0.8, 0.5])
     assert first["schedule_w"] == pytest.approx(2 / 3)
     parts = ("positive", "unknown", "pseudo_negative", "pseudo_positive")
-    total = sum(last[f"loss_{part}"] for part in parts) + 0.05 * last["loss_R"]
+    total = sum(last[f"loss_{part}"] for part in (*parts, "R"))
     assert last["loss"] == pytest.approx(total, rel=1e-5)
     assert last["pseudo_negatives_per_image"] <= 1  # int(0.25 * 4), observed ones left out
     assert 0 <= last["pseudo_positives_precision"] <= 100
