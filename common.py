@@ -112,7 +112,7 @@ def parse(args_class, presets, argv=None):
     if refused:
         die(f"{earlier} keeps its own settings: leave out {', '.join(refused)}, or start a new run")
     check_ranges(args)
-    return replace(args, patience=-1) if args.smoke and hasattr(args, "patience") else args  # no epoch is left out
+    return args
 
 
 def check_ranges(args):
@@ -634,8 +634,9 @@ def read_state(path):
 
 def start_from(args):
     """The checkpoint that the model starts from, before or instead of --weights"""
-    run = args.resume if (Path(args.resume) / "last.pt").exists() else args.eval_only or args.init_from
-    path = Path(run) / ("last.pt" if run == args.resume else "best.pt")
+    resumed = args.resume and (Path(args.resume) / "last.pt").exists()
+    run = args.resume if resumed else args.eval_only or args.init_from
+    path = Path(run) / ("last.pt" if resumed else "best.pt")
     if run and not path.exists():
         die(f"{run} has no best.pt: it is not a run, or was stopped in its first epoch")
     return path if run else None
@@ -669,9 +670,9 @@ def check_probe(model, size, checkpoint, path):
         die(f"the model's code has changed since {path} was trained: with the same weights it gives other logits")
 
 
-def hash_weights(module):
+def hash_tensors(tensors):
     digest = hashlib.sha256()
-    for key, value in module.state_dict().items():
+    for key, value in tensors.items():
         digest.update(key.encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -746,7 +747,12 @@ class Clip:
         with torch.random.fork_rng(devices=[]):  # the global generator stays as it is without a CLIP
             self.net, self.tokenizer, config = load_open_clip(name, args.clip_pretrained, self.dtype)
         preprocess = self.net.visual.preprocess_cfg
-        self.key = {"clip": config, "weights": hash_weights(self.net), "preprocess": preprocess, "as": str(self.dtype)}
+        self.key = {
+            "clip": config,
+            "weights": hash_tensors(self.net.state_dict()),
+            "preprocess": preprocess,
+            "as": str(self.dtype),
+        }
         self.net.to(device).eval().requires_grad_(False)
         self.mean, self.std = (torch.tensor(preprocess[what], device=device).view(3, 1, 1) for what in ("mean", "std"))
         self.size = int(np.max(preprocess["size"]))
@@ -887,12 +893,12 @@ def check_state(name, thing):
             die(f"run.epochs can't save {name}.{key}, a {type(value).__name__}: make it a tensor or a number")
 
 
-def restore_namespace(name, space, saved):
+def restore_namespace(name, space, saved, device=None):
     """In place where the shape is the same, for an optimizer may hold the tensor; else rebound to what was saved"""
     for key, value in saved.items():
         now = getattr(space, key, None)
         if not torch.is_tensor(now) or not torch.is_tensor(value):
-            setattr(space, key, value)
+            setattr(space, key, value.to(device) if torch.is_tensor(value) else value)
         elif (now.shape, now.dtype) == (value.shape, value.dtype):
             now.detach().copy_(value)
         elif now.requires_grad:
@@ -930,7 +936,7 @@ class Run:
 
     def interrupt(self, *_):
         """Ctrl-C. Whatever it interrupts, files are whole: they are replaced, not changed"""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN if world() > 1 else signal.default_int_handler)
         if self.directory and rank() == 0 and not self.args.eval_only:
             start = "python" if world() == 1 else "torchrun ..."
             print(f"\nstopped; resume with: {start} {sys.argv[0]} --resume {self.directory}", file=sys.stderr)
@@ -1006,7 +1012,11 @@ class Run:
 
     def embed_features(self, model, data):
         model.eval().body.requires_grad_(False)
-        key = {"backbone": self.args.backbone, "weights": hash_weights(model.body), "size": self.args.image_size}
+        key = {
+            "backbone": self.args.backbone,
+            "weights": hash_tensors(model.body.state_dict()),
+            "size": self.args.image_size,
+        }
         key |= {"mean": model.mean.flatten().tolist(), "std": model.std.flatten().tolist(), "amp": str(self.dtype)}
 
         def features(x):
@@ -1158,7 +1168,7 @@ class Run:
         row |= {"val_mAP": mAP[chosen], **{f"val_mAP_{name}": mAP[name] for name in models if others}}
         better = data.val is None or row["val_mAP"] > self.best["val_mAP"]  # without validation the last is kept
         stale, drop = self.epoch - self.best["epoch"], self.best["val_mAP"] - row["val_mAP"]
-        if not better and (0 <= getattr(self.args, "patience", -1) < stale or drop > max_drop):
+        if not (better or self.args.smoke) and (0 <= getattr(self.args, "patience", -1) < stale or drop > max_drop):
             self.last_epoch = self.epoch  # early stopping
         test = self.measure(models[chosen], data.test if self.finished or (better and data.val) else None)
         row |= {"test_mAP": test["mAP"], "images_per_s": images_per_s, "seconds": time.perf_counter() - self.began}
@@ -1184,7 +1194,8 @@ class Run:
             with SummaryWriter(self.directory) as board:
                 for name, value in row.items():
                     board.add_scalar(name, value, self.epoch)
-        shown = [name for name in known(row) if name not in ("epoch", "seconds", "images_per_s")]
+        hidden = ("epoch", "seconds", "images_per_s")
+        shown = [name for name in known(row) if name not in hidden and not name.endswith("at_random")]
         values = "  ".join(f"{name} {row[name]:{'.2f' if 'mAP' in name else '.4g'}}" for name in shown)
         speed = f"{row['seconds']:.1f} s  {row['images_per_s']:.0f} img/s"
         print(f"epoch {self.epoch:>2}/{self.last_epoch}  {values}{' *' if better else ''}  {speed}", flush=True)
@@ -1248,9 +1259,8 @@ class Run:
         spaces = {name: vars(thing) for name, thing in self.state.items() if isinstance(thing, SimpleNamespace)}
         values = {f"{name}.{key}": value for name, space in spaces.items() for key, value in space.items()}
         for name, value in values.items() if world() > 1 else ():  # else rank 0's would be saved for all
-            content = value.detach().cpu().numpy().tobytes() if torch.is_tensor(value) else repr(value).encode()
             digests = [None] * world()
-            dist.all_gather_object(digests, hashlib.sha256(content).hexdigest())
+            dist.all_gather_object(digests, hash_tensors({name: value}) if torch.is_tensor(value) else value)
             if len(set(digests)) > 1:
                 die(f"{name} differs between the processes: gather or reduce it before the epoch ends")
         if rank() > 0:
@@ -1274,7 +1284,7 @@ class Run:
         last = read_state(path)
         for name, thing in self.state.items():
             if isinstance(thing, SimpleNamespace):
-                restore_namespace(name, thing, last[name])
+                restore_namespace(name, thing, last[name], self.device)
             else:
                 unwrap(thing).load_state_dict(last[name])
         self.scaler.load_state_dict(last["scaler"])
@@ -1415,8 +1425,9 @@ def save_figure(figure, path):
 
 
 def panel(name):
-    """The panel of a column of metrics.csv: all mAPs, all counts per image, else those that share a first word"""
-    return "mAP" if "mAP" in name else "per image" if name.endswith("per_image") else name.split("_")[0]
+    """The panel of a column of metrics.csv: mAPs, counts per image, a kind of pseudo-labels, else by its first word"""
+    words = " ".join(name.split("_")[: 2 if name.startswith("pseudo_") else 1])
+    return "mAP" if "mAP" in name else "per image" if name.endswith("per_image") else words
 
 
 def plot_curve(rows, best_epoch, path):

@@ -213,7 +213,7 @@ def strong_view(pixels, generator):
         operation, magnitude, signed = OPERATIONS[draw(len(OPERATIONS))]
         image = operation(image, -magnitude if signed and draw(2) else magnitude)
     distorted, side = np.array(image), len(pixels) // 2
-    torch.rand(3, generator=generator)
+    torch.rand(3, generator=generator)  # as many draws as torchvision's RandomErasing makes before the place
     top, left = draw(len(pixels) - side + 1), draw(len(pixels) - side + 1)
     distorted[top : top + side, left : left + side] = (124, 116, 104)  # ImageNet's mean
     return distorted
@@ -368,7 +368,6 @@ if __name__ == "__main__":
             an, plc, lac = an_loss_sum(weak, z), torch.zeros_like(weak.sum()), torch.zeros_like(weak.sum())
             if args.plc:
                 plc = plc_loss(strong, p_weak, z, delta)
-                run.log_pseudo_labels((p_weak >= delta).char() - (p_weak <= 1 - delta).char(), z, data.train.true(idx))
             if with_lac:
                 chosen = (p_weak >= delta) | (z == 1)
                 lac = compare(*embed.chunk(2), chosen, queue, args.tau, args.denominator)
@@ -378,6 +377,7 @@ if __name__ == "__main__":
             scheduler.step()
             update_ema(ema, common.unwrap(model), args.ema)
             run.log(loss=loss, loss_an=an, loss_plc=plc, loss_lac=lac)
+            run.log_pseudo_labels((p_weak >= delta).char() - (p_weak <= 1 - delta).char(), z, data.train.true(idx))
         run.log(stage=float(stage.number), queue_fill=(queue.classes >= 0).sum())
         run.evaluate(model, data, ema=ema)
         two_stages = args.stage == "both" and args.lac and not args.end_to_end

@@ -21,7 +21,9 @@ import baselines
 import common
 import em_apl
 import lac
+import ll
 import pu_mlc
+import role
 import vlpl
 
 # ---- protocol
@@ -183,7 +185,7 @@ def test_precedence_is_default_preset_command_line():
 
 
 @pytest.mark.parametrize(
-    "script", [aevlp, an, baselines, em_apl, lac, pu_mlc, vlpl], ids=lambda script: script.__name__
+    "script", [aevlp, an, baselines, em_apl, lac, ll, pu_mlc, role, vlpl], ids=lambda script: script.__name__
 )
 def test_presets_hold_only_known_settings_that_differ(script):
     default = script.Args()

@@ -297,7 +297,8 @@ def test_an_epoch_without_evaluate_is_said(squares, workplace):
 
 CLIP_SCRIPTS = ("vlpl.py", "aevlp.py")
 TINY = ("--dim", 16, "--ffn", 32, "--project_dim", 8)
-SMOKE = {"an.py": (), "baselines.py": ("--loss", "ls"), "em_apl.py": ("--warmup", 2, "--patience", 0)}
+SMOKE = {"an.py": (), "baselines.py": ("--loss", "ls"), "role.py": (), "ll.py": ("--form", "cp", "--max_drop", 0)}
+SMOKE |= {"em_apl.py": ("--warmup", 2, "--patience", 0)}
 SMOKE |= {"vlpl.py": (), "aevlp.py": ("--grid", 2), "lac.py": TINY, "pu_mlc.py": ("--ema", 0.9, "--one_cycle", 4)}
 
 
