@@ -612,7 +612,8 @@ def test_custom_trains_with_and_without_validation(pets, tmp_path):
     assert f"test mAP {json.loads((run / 'result.json').read_text())['test_mAP']:.2f}" in finish(
         start(ROOT / "an.py", "--eval_only", run, cwd=tmp_path)
     )
-    assert "needs the full training labels" in finish(start(*command, "--loss", "bce_full", cwd=tmp_path), code=1)
+    full = (ROOT / "baselines.py", *command[1:], "--loss", "bce_full")
+    assert "needs the full training labels" in finish(start(*full, cwd=tmp_path), code=1)
 
     data_prep.prepare(settings("custom", tmp_path, **{**pets, "val": "", "test": ""}))
     out = finish(start(*command, "--out", "blind", cwd=tmp_path))
