@@ -54,7 +54,7 @@ class Args(common.Args):
     k: common.Natural = 3  # ... if it is among this many highest of the image
     delta: common.Share = 0.2  # share of an image's classes, the lowest, that become pseudo-negatives
     graph_u: common.Count = 20  # neighbours of a class in the label graph, itself included
-    graph_e: common.Decay = 0.2  # total weight of the neighbours, before the graph's softmax
+    graph_e: common.ShareBelow1 = 0.2  # total weight of the neighbours, before the graph's softmax
     graph_tau: common.Positive = 0.3  # temperature of the label graph's softmax
     refresh_every: common.Count = 1  # epochs between two rounds of pseudo-labels
     damp: bool = True  # DAMP pseudo-labels (--no_damp: GR loss alone, no pseudo-labels, eta 0)
@@ -234,6 +234,7 @@ if __name__ == "__main__":
 
     labels = SimpleNamespace(pseudo=torch.zeros_like(data.train.z, dtype=torch.int8))  # new vs an.py
     text = class_embeddings(clip, texts, run.cache, args, run.device) if clip else None
+    constants = args.q_pos, args.q_neg, args.lambda1, args.lambda2, args.rho, eta, m
 
     for epoch in run.epochs(model=model, optimizer=optimizer, labels=labels):  # all of these are in last.pt
         w, b, mu, sigma = (ramp(ends, epoch, args.epochs) for ends in (args.w, args.b, args.mu, args.sigma))
@@ -242,7 +243,6 @@ if __name__ == "__main__":
         for x, z, idx in run.batches(data.train, flip=True):  # x (B, 3, H, W) in 0..1, z (B, C) observed, idx (B,) rows
             with run.autocast():
                 logits = model(x)  # (B, C)
-            constants = args.q_pos, args.q_neg, args.lambda1, args.lambda2, args.rho, eta, m
             loss, parts = gpr_loss(logits, z, labels.pseudo[idx], w, b, mu, sigma, *constants)
             run.backward(loss)
             run.step(optimizer)

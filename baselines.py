@@ -36,7 +36,7 @@ class Args(common.Args):
     n_ls_target: common.Share = 0.3  # n_ls: target of the assumed negatives
     entmin_weight: common.NonNegative = 0.01  # entmin: weight of the entropy
     asl_gamma: common.NonNegative = 2.0  # asl: focusing exponent of the assumed negatives
-    asl_margin: common.Decay = 0.2  # asl: probability below which assumed negatives cost nothing
+    asl_margin: common.ShareBelow1 = 0.2  # asl: probability below which assumed negatives cost nothing
     epr_positives: common.NonNegative = 1.5  # epr: expected positives per image
     l1: common.NonNegative = 0.0  # weight of the L1 penalty (paper: voc 1e-6, coco and nus 1e-7, cub 1e-9)
     l2: common.NonNegative = 0.0  # weight of the L2 penalty (paper: voc and nus 1e-6, coco 1e-7, cub 1e-8)
@@ -96,6 +96,7 @@ def baseline_loss(logits, z, y, args):
 
 
 def penalty(model, l1, l2):
+    """L1R and L2R: l1 sum |w| + l2 sum w^2 over the weights that are trained"""
     weights = [w for w in model.parameters() if w.requires_grad]
     return l1 * sum(w.abs().sum() for w in weights) + l2 * sum(w.square().sum() for w in weights)
 

@@ -5,14 +5,14 @@ import csv
 import ctypes
 import difflib
 import hashlib
-import importlib
-import inspect
+import importlib.util
 import itertools
 import json
 import logging
 import math
 import os
 import platform
+import random
 import re
 import shlex
 import shutil
@@ -62,7 +62,7 @@ class Limit(NamedTuple):  # the range of a setting, declared in its type, checke
 Positive = Annotated[float, Limit("above 0", lambda value: value > 0)]
 NonNegative = Annotated[float, Limit("at least 0", lambda value: value >= 0)]
 Share = Annotated[float, Limit("between 0 and 1", lambda value: 0 <= value <= 1)]
-Decay = Annotated[float, Limit("at least 0 and below 1", lambda value: 0 <= value < 1)]
+ShareBelow1 = Annotated[float, Limit("at least 0 and below 1", lambda value: 0 <= value < 1)]
 Count = Annotated[int, Limit("at least 1 and below 2^31", lambda value: 1 <= value < 2**31)]
 Natural = Annotated[int, Limit("at least 0 and below 2^31", lambda value: 0 <= value < 2**31)]
 NaturalOrMinus1 = Annotated[int, Limit("at least -1 and below 2^31", lambda value: -1 <= value < 2**31)]
@@ -118,16 +118,17 @@ def parse(args_class, presets, argv=None):
 def check_ranges(args):
     for name, hint in get_type_hints(type(args), include_extras=True).items():
         value = getattr(args, name)
-        for kind, number in zip(get_args(hint), value) if isinstance(value, tuple) else [(hint, value)]:
+        kinds = [kind for kind in get_args(hint) if kind is not Ellipsis]
+        for kind, number in zip(itertools.cycle(kinds), value) if isinstance(value, tuple) else [(hint, value)]:
             finite = Limit("a finite number", lambda value: not isinstance(value, float) or math.isfinite(value))
             for limit in (finite, *getattr(kind, "__metadata__", ())):
                 if isinstance(limit, Limit) and not limit.holds(number):
                     die(f"--{name} must be {limit.words}, not {number}")
 
 
-def preset_settings(args_class, presets, dataset, partial):
+def preset_settings(args_class, presets, dataset, known_ratio):
     name = Path(dataset).name
-    preset = presets.get(f"{name} partial", presets.get(name, {})) if partial else presets.get(name, {})
+    preset = presets.get(f"{name} partial", presets.get(name, {})) if known_ratio else presets.get(name, {})
     try:
         return args_class(dataset=dataset, **preset)
     except TypeError as problem:
@@ -151,7 +152,21 @@ def die(message):
     raise SystemExit(f"error: {message}")
 
 
+def in_a_line(problem):
+    return f"{type(problem).__name__}: {problem}".splitlines()[0]
+
+
+def import_script(path):
+    """A method's script as a module of its own. Not by its loader, which would leave a __pycache__ in a run"""
+    name = f"script_{time.monotonic_ns()}"
+    script = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, Path(path).absolute()))
+    sys.modules[name] = script  # where dataclasses and typing look it up
+    exec(compile(Path(path).read_bytes(), path, "exec"), vars(script))
+    return script
+
+
 def printable(path):
+    """A file's name need not be UTF-8"""
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
@@ -552,6 +567,8 @@ def full_precision(logits):
 
 def make_body(args):
     """--backbone and --weights -> (module: normalised pixels -> (B, D), D, mean, std)"""
+    if not (hasattr(args, "backbone") and hasattr(args, "weights")):
+        die("Args lacks backbone or weights, which this model is made of: put the field back")
     name, fresh = args.backbone, not start_from(args)
     pretrained = fresh and args.weights == "imagenet"
     mean, std = IMAGENET_MEAN, IMAGENET_STD
@@ -883,13 +900,18 @@ def join_processes(args):
     return device, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(amp)
 
 
+RESERVED = {"run", "scaler", "classes", "embedding_seconds", "probe", "model_class", "epoch", "thresholds"}
+
+
 def check_state(name, thing):
     """A bare tensor is refused: rebound by the script it would silently drop out of the checkpoint"""
+    if name in RESERVED or name.startswith(("val_", "test_")):
+        die(f"run.epochs can't save {name}=..., a name that checkpoints have themselves: choose another")
     if not isinstance(thing, SimpleNamespace) and not hasattr(thing, "load_state_dict"):
         fix = f"labels = types.SimpleNamespace({name}={name}), labels.{name} in the loop, run.epochs(labels=labels)"
         die(f"run.epochs can't save {name}, a {type(thing).__name__} that may be rebound: put it in a namespace, {fix}")
     for key, value in vars(thing).items() if isinstance(thing, SimpleNamespace) else ():
-        if not isinstance(value, torch.Tensor | int | float | str | None):
+        if not (torch.is_tensor(value) or type(value) in (int, float, bool, str, type(None))):
             die(f"run.epochs can't save {name}.{key}, a {type(value).__name__}: make it a tensor or a number")
 
 
@@ -905,6 +927,12 @@ def restore_namespace(name, space, saved, device=None):
             die(f"{name}.{key} is {tuple(value.shape)} in the checkpoint and {tuple(now.shape)} in the script")
         else:
             setattr(space, key, value.to(now.device))
+
+
+def seed_all(seed):
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 class Run:
@@ -929,7 +957,7 @@ class Run:
         if args.tensorboard and not find_spec("tensorboard"):
             die("--tensorboard needs one more package: pip install tensorboard")
         signal.signal(signal.SIGINT, self.interrupt)
-        torch.manual_seed(args.seed)
+        seed_all(args.seed)
 
     def autocast(self):
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None)
@@ -980,7 +1008,7 @@ class Run:
     def prepare(self, model, data, find_unused_parameters=False):
         """The model on its device, ready to train; with --linear also the data, embedded by its frozen backbone"""
         self.data, start = data, start_from(self.args)
-        self.check_model(type(model))
+        self.check_model(model)
         if not data.val and rank() == 0:
             print("no fully labelled validation images: the last epoch is kept, what needs true labels is left blank")
         if start:
@@ -997,28 +1025,31 @@ class Run:
         ddp = partial(nn.parallel.DistributedDataParallel, find_unused_parameters=find_unused_parameters)
         return ddp(model, device_ids=[self.device] if self.device.type == "cuda" else None) if world() > 1 else model
 
-    def check_model(self, kind):
-        """predict.py builds the model again, from its class in script.py or in an imported module"""
-        found = kind.__module__ != "__main__" or re.search(
-            rf"(?m)^class {kind.__qualname__}\b", self.script.read_text()
-        )
+    def check_model(self, model):
+        """Builds the model again from the script's source, as predict.py will, and compares their logits"""
+        kind, size, reason = type(model), self.args.image_size, "it gives other logits"
+        settings = replace(self.args, **({"weights": "none"} if hasattr(self.args, "weights") else {}))
         try:
-            inspect.signature(kind).bind(self.args, len(self.data.classes))
-        except TypeError:
-            found = None
-        if not found:
-            where = f"at the top level of {self.script.name} and take (args, num_classes)"
-            die(f"predict.py could not build the model again: its class {kind.__name__} must stand {where}")
+            with torch.random.fork_rng(devices=[]):
+                home = import_script(self.script) if kind.__module__ == "__main__" else sys.modules[kind.__module__]
+                again = getattr(home, kind.__qualname__)(settings, len(self.data.classes))
+                again.load_state_dict(model.state_dict())
+                same = torch.equal(probe(model, size), probe(again, size))
+        except Exception as problem:  # whatever the code of a model may raise
+            same, reason = False, in_a_line(problem)
+        if not same:
+            name, where = f"{kind.__name__}(args, num_classes)", f"a class at the top level of {self.script.name}"
+            die(f"predict.py could not build the model again ({reason}): {name}, {where}, must make all of it")
 
     def embed_features(self, model, data):
+        if not (hasattr(model, "body") and hasattr(model, "features")):
+            die(f"--linear needs a model with a body and features(x), which {type(model).__name__} doesn't have")
         model.eval().body.requires_grad_(False)
-        key = {
-            "backbone": self.args.backbone,
-            "weights": hash_tensors(model.body.state_dict()),
-            "size": self.args.image_size,
-        }
+        weights = hash_tensors(model.body.state_dict())
+        key = {"backbone": self.args.backbone, "weights": weights, "size": self.args.image_size}
         key |= {"mean": model.mean.flatten().tolist(), "std": model.std.flatten().tolist(), "amp": str(self.dtype)}
 
+        @torch.no_grad()
         def features(x):
             with self.autocast():
                 return model.features(x)
@@ -1027,6 +1058,9 @@ class Run:
         flipped = self.cache.images(lambda x: features(x.flip(3)), data.train, flip_key, "train, flipped")
         for name, split in data.splits().items():
             split.features = (self.cache.images(features, split, key, name), flipped)
+        first = features(next(self.loader.pixels(data.train, [np.arange(2)]))).float().cpu()
+        if not torch.allclose(first, torch.from_numpy(data.train.features[0][:2]), rtol=0.02, atol=0.02):
+            die(f"the embeddings in {self.cache.folder} were made by other code of {type(model).__name__}: delete them")
 
     # -- steps
 
@@ -1062,22 +1096,23 @@ class Run:
 
     def backward(self, loss):
         """Gradients of a batch's loss, scaled for fp16 (before clipping: run.scaler.unscale_(optimizer)). Unequal
-        shares of a batch are weighted so that the mean over processes is the batch's."""
+        shares of a batch are weighted so that the mean over processes is the batch's; it is taken by DDP for the
+        model, here for what else the optimizers have (a label matrix)."""
         self.scaler.scale(loss * self.weight).backward()
-        self.batch += 1
-        self.unchecked.append((self.batch, loss.detach(), self.idx))
-        if len(self.unchecked) == CHECK_EVERY:
-            self.check_losses()
-
-    def step(self, *optimizers):
-        """A step of one or several optimizers. Under torchrun, gradients of what is not in the model (a label matrix)
-        are averaged over the processes, as DDP does for the model's."""
+        optimizers = [thing for thing in self.state.values() if isinstance(thing, torch.optim.Optimizer)]
         weights = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
         for weight in weights if world() > 1 else ():
             if id(weight) not in self.in_model:
                 weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
                 dist.all_reduce(weight.grad)
                 weight.grad /= world()
+        self.batch += 1
+        self.unchecked.append((self.batch, loss.detach(), self.idx))
+        if len(self.unchecked) == CHECK_EVERY:
+            self.check_losses()
+
+    def step(self, *optimizers):
+        """A step of one or several optimizers"""
         for optimizer in optimizers:
             self.scaler.step(optimizer)
         self.scaler.update()
@@ -1120,21 +1155,24 @@ class Run:
 
     def row_of_logs(self):
         """Means over all steps and processes of what was logged, NaNs left out, and the columns of pseudo-labels"""
-        names = sorted(self.logged) if world() > 1 else list(self.logged)
-        values = [torch.stack(self.logged[name]).double() for name in names]
-        sums = [torch.stack([v.nansum(), (~v.isnan()).sum()]).to(self.device) for v in values]
-        counts = sum(self.counts).double() if self.counts else None
-        for total in [*sums, *([] if counts is None else [counts])] if world() > 1 else ():
-            dist.all_reduce(total)
-        means = {name: (total / count).item() for name, (total, count) in zip(names, sums)}
-        return means if counts is None else means | pseudo_label_columns(counts)
+        values = {name: torch.stack(logged).double() for name, logged in self.logged.items()}
+        sums = {name: (v.nansum().item(), (~v.isnan()).sum().item()) for name, v in values.items()}
+        everyone = [(sums, sum(self.counts).double().cpu() if self.counts else None)]
+        if world() > 1:  # a process may have logged what others haven't
+            everyone = [None] * world()
+            dist.all_gather_object(everyone, (sums, sum(self.counts).double().cpu() if self.counts else None))
+        names = dict.fromkeys(name for sums, _ in everyone for name in sums)
+        totals = {name: np.sum([sums.get(name, (0, 0)) for sums, _ in everyone], axis=0).tolist() for name in names}
+        means = {name: total / count if count else math.nan for name, (total, count) in totals.items()}
+        counts = [counts for _, counts in everyone if counts is not None]
+        return means | (pseudo_label_columns(sum(counts)) if counts else {})
 
     # -- evaluation
 
     @torch.no_grad()
     def predict(self, model, split):
         """Logits (N, C) of a split's plain images, in the split's order, on every process"""
-        model, done = unwrap(model).eval(), 0
+        training, model, done = model.training, unwrap(model).eval(), 0
         for buffer in model.buffers() if world() > 1 else ():  # running statistics: rank 0's, as in its checkpoint
             dist.broadcast(buffer, 0)
         batches = in_batches(np.arange(len(split))[rank() :: world()])
@@ -1143,6 +1181,7 @@ class Run:
             with self.autocast():
                 logits[done : done + len(x)] = model(x)
             done += len(x)
+        model.train(training)
         logits = gather(logits, len(split))
         if not logits.isfinite().all():
             self.give_up(f"the model's outputs are not finite after epoch {self.epoch}")
@@ -1182,8 +1221,7 @@ class Run:
             best = unwrap(models[chosen])  # and all that it takes to build it again and to check that
             about = {"model_class": [type(best).__module__, type(best).__qualname__], "classes": data.classes}
             about |= {"probe": probe(best, self.args.image_size), **self.best}
-            spaces = {name: vars(thing) for name, thing in self.state.items() if isinstance(thing, SimpleNamespace)}
-            self.write_tensors("best.pt", {"model": best.state_dict(), **about, **spaces})
+            self.write_tensors("best.pt", {"model": best.state_dict(), **about, **self.namespaces()})
         if rank() == 0:
             self.show(row, better)
 
@@ -1206,8 +1244,8 @@ class Run:
         """Numbers of the epochs to train. `state` is what last.pt carries, as it is when an epoch's loop body ends:
         modules, optimizers, schedulers, and namespaces of tensors and numbers."""
         self.state = state
-        for name, thing in state.items():
-            check_state(name, thing)
+        self.namespaces()  # are they such that can be saved?
+        self.data.train.z = self.data.train.z.clone()  # a namespace may hold, and restore, the tensor itself
         if not isinstance(state.get("model"), nn.Module):
             die(f"{self.script.name}: run.epochs needs model=model, which is trained, saved and evaluated")
         if self.args.eval_only:  # the best weights are in place since prepare()
@@ -1220,10 +1258,12 @@ class Run:
             self.epoch += 1
             self.logged, self.counts, self.unchecked, self.batch = {}, [], [], 0
             self.began = time.perf_counter()
-            torch.manual_seed(self.args.seed * 10007 + self.epoch * world() + rank())  # dropout and the like
+            seed_all(self.args.seed * 10007 + self.epoch * world() + rank())  # dropout and the like
             for thing in state.values():
                 if isinstance(thing, nn.Module):
                     thing.train()
+                if isinstance(thing, torch.optim.Optimizer):
+                    thing.zero_grad()  # what was accumulated for a step that did not come
             yield self.epoch
             if not self.rows or self.rows[-1]["epoch"] != self.epoch:
                 die(f"{self.script.name}: every epoch must end with run.evaluate(model, data)")
@@ -1255,17 +1295,24 @@ class Run:
 
     # -- what a run leaves
 
+    def namespaces(self):
+        for name, thing in self.state.items():
+            check_state(name, thing)
+        return {name: vars(thing) for name, thing in self.state.items() if isinstance(thing, SimpleNamespace)}
+
     def save(self):
-        spaces = {name: vars(thing) for name, thing in self.state.items() if isinstance(thing, SimpleNamespace)}
+        spaces = self.namespaces()
         values = {f"{name}.{key}": value for name, space in spaces.items() for key, value in space.items()}
-        for name, value in values.items() if world() > 1 else ():  # else rank 0's would be saved for all
-            digests = [None] * world()
-            dist.all_gather_object(digests, hash_tensors({name: value}) if torch.is_tensor(value) else value)
-            if len(set(digests)) > 1:
-                die(f"{name} differs between the processes: gather or reduce it before the epoch ends")
+        if world() > 1:  # else rank 0's would be saved for all
+            digests = {name: hash_tensors({"": v}) if torch.is_tensor(v) else repr(v) for name, v in values.items()}
+            everyone = [None] * world()
+            dist.all_gather_object(everyone, digests)
+            apart = [name for name in digests if len({theirs.get(name) for theirs in everyone}) > 1]
+            if apart:
+                die(f"{apart[0]} differs between the processes: gather or reduce it before the epoch ends")
         if rank() > 0:
             return
-        names = ("epoch", "last_epoch", "steps", "rows", "best", "earlier")
+        names = ("epoch", "last_epoch", "steps", "rows", "best", "earlier", "summaries")
         last = {"run": {name: getattr(self, name) for name in names}, "scaler": self.scaler.state_dict()}
         last |= {"classes": self.data.classes, "embedding_seconds": self.cache.seconds, **spaces}
         last |= {name: unwrap(thing).state_dict() for name, thing in self.state.items() if name not in spaces}
@@ -1279,9 +1326,12 @@ class Run:
         path = self.directory / "last.pt"
         if not path.exists():  # stopped in its first epoch
             return
-        for litter in self.directory.glob(".*"):  # of a write that was cut off
+        for litter in self.directory.glob(".*.*.*.*") if rank() == 0 else ():  # of a write that was cut off
             litter.unlink(missing_ok=True)
         last = read_state(path)
+        missing = [name for name in self.state if name not in last]
+        if missing:
+            die(f"{path} has no {', '.join(missing)}, which run.epochs is given now: start a new run")
         for name, thing in self.state.items():
             if isinstance(thing, SimpleNamespace):
                 restore_namespace(name, thing, last[name], self.device)

@@ -118,6 +118,7 @@ if __name__ == "__main__":
             labels.pseudo = labels.pseudo.masked_fill(lowest, -1)
             highest = select_pseudo_negatives(-p, z_all.masked_fill(labels.pseudo != 0, -1), pos_quota)
             labels.pseudo = labels.pseudo.masked_fill(highest, 1)
-            labels.s = torch.where(highest | lowest & (not args.hard), p, labels.s)
+            soft = highest if args.hard else highest | lowest
+            labels.s = torch.where(soft, p, labels.s)
         run.log_pseudo_labels(labels.pseudo, data.train.z, data.train.y)
         run.evaluate(model, data)

@@ -55,12 +55,12 @@ class Args(common.Args):
     backbone: str = "resnet50"  # backbone: a ResNet of torchvision, resnet_small, or a name of timm that gives a map
     weights: str = "imagenet"  # initial weights of the backbone: imagenet, none, or a .pth or .safetensors file
     weight_decay: common.NonNegative = 0.01  # weight decay of AdamW
-    ema: common.Decay = 0.9997  # EMA decay (0: off)
+    ema: common.ShareBelow1 = 0.9997  # EMA decay (0: off)
     freeze_backbone: bool = False  # frozen backbone
     dim: common.Count = 2048  # width of the embeddings
     heads: common.Count = 4  # attention heads
     ffn: common.Count = 8192  # width of the feed-forward layers
-    dropout: common.Decay = 0.1  # dropout rate
+    dropout: common.ShareBelow1 = 0.1  # dropout rate
     decoder_layers: common.Count = 1  # layers of cross-attention
     project_dim: common.Count = 128  # width of the projections that L_LAC compares
     delta: tuple[Confidence, Confidence] = (0.6, 0.9)  # probability threshold of pseudo-positives, per stage
@@ -367,11 +367,11 @@ if __name__ == "__main__":
             p_weak = weak.detach().sigmoid()
             an, plc, lac = an_loss_sum(weak, z), torch.zeros_like(weak.sum()), torch.zeros_like(weak.sum())
             if args.plc:
-                plc = plc_loss(strong, p_weak, z, delta)
+                plc = args.lambda_plc * plc_loss(strong, p_weak, z, delta)
             if with_lac:
                 chosen = (p_weak >= delta) | (z == 1)
-                lac = compare(*embed.chunk(2), chosen, queue, args.tau, args.denominator)
-            loss = an + args.lambda_plc * plc + args.lambda_lac * lac
+                lac = args.lambda_lac * compare(*embed.chunk(2), chosen, queue, args.tau, args.denominator)
+            loss = an + plc + lac
             run.backward(loss)
             run.step(optimizer)
             scheduler.step()

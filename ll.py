@@ -7,9 +7,9 @@ false negatives: they are rejected (r), count as positives for this step (ct) or
 
 NOTES: the number of modified labels is rounded up, so that it is not 0 in a batch of 8. As in the authors' release,
 LL-Cp flips for good what is strictly above the last of them, which itself counts as a positive for this step: with one
-label a step (VOC's settings) nothing is ever flipped for good. With torchvision's IMAGENET1K_V1 weights users report
-87.8 to 88 on VOC; 89.1 came with V2. In the log, pseudo-positives are the labels that are rejected or flipped. Under
-torchrun the largest losses are those of each process's share of a batch.
+label a step (settings of VOC and scenes) nothing is flipped for good. With torchvision's IMAGENET1K_V1 weights users
+report 87.8 to 88 on VOC; 89.1 came with V2. In the log, pseudo-positives are the labels that are rejected or flipped.
+Under torchrun the largest losses are those of each process's share of a batch.
 """
 
 import math
@@ -41,7 +41,11 @@ class Args(common.Args):
     sgd: bool = False  # SGD with momentum 0.9 and weight decay 0.001 instead of Adam
     max_drop: common.NonNegative = 3.0  # early stopping: tolerated drop of validation mAP below its best
     form: Literal["r", "ct", "cp"] = "r"  # large losses are rejected (r), positives for a step (ct) or for good (cp)
-    delta_rel: Percents = (0.4, 0.2, 0.2)  # growth per epoch of the share of modified labels, in percent: r, ct, cp
+    delta_rel: Percents = (
+        0.4,
+        0.2,
+        0.2,
+    )  # share of modified labels in percent: growth per epoch (r, ct), constant (cp)
 
 
 PRESETS = {  # the authors' release; the defaults are those of COCO and NUS
@@ -94,8 +98,8 @@ if __name__ == "__main__":
     sgd = dict(momentum=0.9, weight_decay=0.001)
     optimizer = torch.optim.SGD(groups, args.lr, **sgd) if args.sgd else torch.optim.Adam(groups, args.lr)
 
-    # new vs an.py: observed labels and, in LL-Cp, what was found
-    labels = SimpleNamespace(z=data.train.z.clone())
+    # new vs an.py: in LL-Cp, 1 for the labels that are positives for good
+    labels = SimpleNamespace(pseudo=torch.zeros_like(data.train.z))
     delta_rel = dict(zip(("r", "ct", "cp"), args.delta_rel))[args.form] / 100
 
     for epoch in run.epochs(model=model, optimizer=optimizer, labels=labels):  # all of these are in last.pt
@@ -103,15 +107,15 @@ if __name__ == "__main__":
         for x, z, idx in run.batches(data.train, flip=True):  # x (B, 3, H, W) in 0..1, z (B, C) observed, idx (B,) rows
             with run.autocast():
                 logits = model(x)  # (B, C)
-            z_now, count = labels.z[idx], math.ceil(round(z.numel() * share, 9))  # new vs an.py
+            z_now, count = z | labels.pseudo[idx], math.ceil(round(z.numel() * share, 9))  # new vs an.py
             loss = ll_loss(logits, z_now, count, args.form)
             if args.form == "cp":
-                labels.z[idx] = torch.where(large_losses(logits, z_now, count, strictly=True), 1, z_now)
+                labels.pseudo[idx] |= large_losses(logits, z_now, count, strictly=True)
             run.backward(loss)
             run.step(optimizer)
             run.log(loss=loss)
             modified = large_losses(logits, z_now, count) | (z_now == 1)
             run.log_pseudo_labels(modified.char(), z, data.train.true(idx))
         if common.world() > 1:  # what each process found on its share of the images
-            dist.all_reduce(labels.z, dist.ReduceOp.MAX)
+            dist.all_reduce(labels.pseudo, dist.ReduceOp.MAX)
         run.evaluate(model, data, max_drop=args.max_drop)

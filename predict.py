@@ -20,7 +20,6 @@ import json
 import os
 import signal
 import sys
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,21 +63,14 @@ def find_script(run):
     path, project = Path(run) / "script.py", str(Path(__file__).resolve().parent)
     if project not in sys.path:  # the script imports common
         sys.path.insert(0, project)
-    name = f"script_{uuid.uuid4().hex}"  # runs of scripts that share a name don't share a module
-    script = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path.absolute()))
-    sys.modules[name] = script  # where dataclasses and typing look it up
-    try:  # not by its loader, which would leave a __pycache__ in the run, and might take an old one for the script
-        exec(compile(path.read_bytes(), path, "exec"), vars(script))
+    try:
+        script = common.import_script(path)
     except (Exception, SystemExit) as problem:
-        common.die(f"{path}, the run's copy of its script, can't be imported: {in_a_line(problem)}")
+        common.die(f"{path}, the run's copy of its script, can't be imported: {common.in_a_line(problem)}")
     missing = [name for name in ("Args", "PRESETS") if not hasattr(script, name)]
     if missing:
         common.die(f"{path} has no {' and no '.join(missing)}: it is not the script of a method")
     return script, config
-
-
-def in_a_line(problem):
-    return f"{type(problem).__name__}: {problem}".splitlines()[0]
 
 
 def load_model(run, device):
@@ -99,7 +91,7 @@ def load_model(run, device):
         common.load_weights(model, path)
         common.check_probe(model, args.image_size, checkpoint, path)
     except Exception as problem:  # whatever the code of a model may raise
-        common.die(f"the model of {path} can't be built again: {in_a_line(problem)}")
+        common.die(f"the model of {path} can't be built again: {common.in_a_line(problem)}")
     return model.to(device).eval(), args, classes
 
 

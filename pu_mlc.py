@@ -53,7 +53,7 @@ class Args(common.Args):
     lgconv: bool = False  # LgConv: a global branch beside every 3x3 convolution of the backbone
     weight_decay: common.NonNegative = 0.0  # weight decay of Adam
     one_cycle: common.Natural = 0  # length of the one-cycle schedule in epochs (0: constant learning rate)
-    ema: common.Decay = 0.0  # EMA decay (0: off)
+    ema: common.ShareBelow1 = 0.0  # EMA decay (0: off)
 
 
 PARTIAL = dict(backbone="resnet101", weight_decay=1e-4, one_cycle=80)  # the paper's own setting, with --known_ratio
@@ -198,8 +198,8 @@ if __name__ == "__main__":
                     logits_mix = model(mix(x, lam, perm))
             loss, parts = pu_loss(logits, z, args.alpha, args.gamma, args.drop_empty)
             if mixing:
-                consistency = mixup_consistency(logits, z, logits_mix, lam, perm)
-                loss, parts["loss_mixup"] = loss + args.mixup * consistency, consistency
+                consistency = args.mixup * mixup_consistency(logits, z, logits_mix, lam, perm)
+                loss, parts["loss_mixup"] = loss + consistency, consistency
             run.backward(loss)
             run.step(optimizer)
             if args.one_cycle:

@@ -69,13 +69,13 @@ def role_loss(logits, estimates, z, k):
     """Section 4.3: (L(p | q) + L(q | p)) / 2 with p = sigmoid(logits) of the classifier and q = sigmoid(estimates) of
     the same images, both (B, C); the first trains the classifier, the second the estimates. -> loss, its parts"""
     logits, estimates = common.full_precision(logits), common.full_precision(estimates)
-    positive, cross, R = one_side(logits, estimates, z, k)
-    positive_q, cross_q, R_q = one_side(estimates, logits, z, k)
+    positive, cross, R = (term / 2 for term in one_side(logits, estimates, z, k))
+    positive_q, cross_q, R_q = (term / 2 for term in one_side(estimates, logits, z, k))
     expected = lambda scores: scores.detach().sigmoid().sum(1).mean()
     parts = dict(loss_positive=positive, loss_cross=cross, loss_R=R)
     parts |= dict(loss_positive_estimates=positive_q, loss_cross_estimates=cross_q, loss_R_estimates=R_q)
     parts |= dict(expected_positives=expected(logits), expected_positives_estimates=expected(estimates))
-    return (positive + cross + R + positive_q + cross_q + R_q) / 2, parts
+    return positive + cross + R + positive_q + cross_q + R_q, parts
 
 
 def hidden_mAP(theta, z, y):

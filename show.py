@@ -26,7 +26,15 @@ import predict
 
 EVENLY_SPACED = 8  # images, if none are named
 ON_A_FIGURE = 200  # images; no more fit
-FOR_VIEWS = ("class_embeddings", "draw_views", "tile_boxes", "score_views", "deciding_scores", "damp_pseudo_labels")
+FOR_VIEWS = (
+    "class_embeddings",
+    "draw_views",
+    "tile_boxes",
+    "score_views",
+    "aggregate",
+    "deciding_scores",
+    "damp_pseudo_labels",
+)
 
 # ---- 1. Settings
 

@@ -43,15 +43,16 @@ def test_the_trunk_is_small():
 def test_every_function_is_reached_from_main(name):
     """Whoever edits an equation and trains must see the change."""
     tree = ast.parse((ROOT / name).read_text())
-    kinds = ast.FunctionDef, ast.ClassDef
-    defined = {node.name: node for node in tree.body if isinstance(node, kinds)}
-    reached, waiting = set(), [node for node in tree.body if not isinstance(node, kinds)]
+    defined = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    constants = [node for node in tree.body if isinstance(node, ast.Assign)]
+    named = defined | {target.id: node for node in constants for target in node.targets if isinstance(target, ast.Name)}
+    reached, waiting = set(), [node for node in tree.body if isinstance(node, ast.If)]
     while waiting:
         names = {node.id for node in ast.walk(waiting.pop()) if isinstance(node, ast.Name)}
-        new = (names & defined.keys()) - reached
+        new = (names & named.keys()) - reached
         reached |= new
-        waiting += [defined[each] for each in new]
-    assert defined.keys() == reached
+        waiting += [named[each] for each in new]
+    assert named.keys() == reached
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
