@@ -41,11 +41,7 @@ class Args(common.Args):
     sgd: bool = False  # SGD with momentum 0.9 and weight decay 0.001 instead of Adam
     max_drop: common.NonNegative = 3.0  # early stopping: tolerated drop of validation mAP below its best
     form: Literal["r", "ct", "cp"] = "r"  # large losses are rejected (r), positives for a step (ct) or for good (cp)
-    delta_rel: Percents = (
-        0.4,
-        0.2,
-        0.2,
-    )  # share of modified labels in percent: growth per epoch (r, ct), constant (cp)
+    delta_rel: Percents = (0.4, 0.2, 0.2)  # percent of labels to modify: r and ct, growth per epoch; cp, constant
 
 
 PRESETS = {  # the authors' release; the defaults are those of COCO and NUS
