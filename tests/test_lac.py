@@ -563,7 +563,7 @@ def test_the_losses_of_a_step_are_those_of_its_views(script, squares, workplace)
     classes = chosen.nonzero()[:, 1]
     an, plc = lac.an_loss_sum(logits[:80], z), lac.plc_loss(logits[80:], p, z, delta)
     contrast = lac.lac_loss(embed[:80][chosen], classes, embed[80:][chosen], classes, 0.3) * len(classes) / (80 * 4)
-    expected = {"loss_an": an.item(), "loss_plc": plc.item(), "loss_lac": contrast.item()}
+    expected = {"loss_an": an.item(), "loss_plc": 0.5 * plc.item(), "loss_lac": 2 * contrast.item()}
     expected |= {"loss": (an + 0.5 * plc + 2 * contrast).item()}
     for kind, chosen, true in (("positives", above, y == 1), ("negatives", below, y == 0)):
         share = lambda part, whole: 100 * (part.sum() / whole.sum()).item()
