@@ -1100,8 +1100,8 @@ class Run:
         model, here for what else the optimizers have (a label matrix)."""
         self.scaler.scale(loss * self.weight).backward()
         optimizers = [thing for thing in self.state.values() if isinstance(thing, torch.optim.Optimizer)]
-        weights = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
-        for weight in weights if world() > 1 else ():
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups] if world() > 1 else []
+        for weight in (weight for group in groups for weight in group["params"]):
             if id(weight) not in self.in_model:
                 weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
                 dist.all_reduce(weight.grad)
@@ -1157,10 +1157,10 @@ class Run:
         """Means over all steps and processes of what was logged, NaNs left out, and the columns of pseudo-labels"""
         values = {name: torch.stack(logged).double() for name, logged in self.logged.items()}
         sums = {name: (v.nansum().item(), (~v.isnan()).sum().item()) for name, v in values.items()}
-        everyone = [(sums, sum(self.counts).double().cpu() if self.counts else None)]
+        mine = sums, sum(self.counts).double().cpu() if self.counts else None
+        everyone = [mine] * world()
         if world() > 1:  # a process may have logged what others haven't
-            everyone = [None] * world()
-            dist.all_gather_object(everyone, (sums, sum(self.counts).double().cpu() if self.counts else None))
+            dist.all_gather_object(everyone, mine)
         names = dict.fromkeys(name for sums, _ in everyone for name in sums)
         totals = {name: np.sum([sums.get(name, (0, 0)) for sums, _ in everyone], axis=0).tolist() for name in names}
         means = {name: total / count if count else math.nan for name, (total, count) in totals.items()}

@@ -209,9 +209,7 @@ def draw(path, files, p, thresholds, classes, top):
             bars.barh(place, row[c].item(), color="lightskyblue" if row[c] >= thresholds[c] else "lightgrey")
             bars.text(0, place, f" {classes[c]} {row[c]:.2f}", va="center", fontsize=8)
         bars.set(xlim=(0, 1), ylim=(top - 0.4, -0.6))
-    with common.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=110, format="png")
-    plt.close(figure)
+    common.save_figure(figure, path)
 
 
 # ---- 4. Export
