@@ -1,6 +1,5 @@
 """What every method script shares: settings, data, model, CLIP, run, metrics. No method lives here."""
 
-import copy
 import csv
 import ctypes
 import difflib
@@ -23,32 +22,29 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal, NamedTuple, get_args, get_type_hints
 
-import matplotlib
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision
 import tyro
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import nn
 from tqdm import tqdm
 
+import data_prep
 import scenes
+from data_prep import die, draw_known_positives, draw_single_positives, read_json, replacing, split_indices  # noqa: F401
 
-PROTOCOL_SEED = 1200  # of the split and of the observed labels (Cole et al. 2021); never that of a run
 EVAL_BATCH = 64
+NO_RESULTS = ("epoch", "seconds", "images_per_s")  # columns of metrics.csv that are neither printed nor drawn
 CHECK_EVERY = 50  # steps between two checks of the losses: each one waits for the device
-UNFINISHED = "UNFINISHED"  # marker file in a data set's folder while data_prep.py writes there
-UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what PIL raises at damaged images
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 # ---- 1. Settings
@@ -97,8 +93,7 @@ def parse(args_class, presets, argv=None):
     """Command line -> args_class. Precedence: default < presets[dataset] < command line; with --resume or --eval_only
     the run's own settings replace the first two. With --known_ratio, presets["<dataset> partial"] if there is one."""
     argv = sys.argv[1:] if argv is None else argv
-    missing = {"epochs", "batch_size", "image_size"} - {field.name for field in fields(args_class)}
-    if missing:
+    if missing := {"epochs", "batch_size", "image_size"} - {field.name for field in fields(args_class)}:
         die(f"Args lacks {', '.join(sorted(missing))}, which common.py reads: put the field back")
     about = (sys.modules[args_class.__module__].__doc__ or "").split("NOTES")[0]
     cli = partial(tyro.cli, args_class, use_underscores=True, description=about)
@@ -108,8 +103,7 @@ def parse(args_class, presets, argv=None):
     start = read_run_settings(args_class, earlier) if earlier else preset()
     args = cli(args=argv, default=start)
     changed = [f.name for f in fields(args) if getattr(args, f.name) != getattr(start, f.name)]
-    refused = [f"--{name}" for name in changed if earlier and name not in RESUME_MAY_CHANGE]
-    if refused:
+    if refused := [f"--{name}" for name in changed if earlier and name not in RESUME_MAY_CHANGE]:
         die(f"{earlier} keeps its own settings: leave out {', '.join(refused)}, or start a new run")
     check_ranges(args)
     return args
@@ -128,7 +122,7 @@ def check_ranges(args):
 
 def preset_settings(args_class, presets, dataset, known_ratio):
     name = Path(dataset).name
-    preset = presets.get(f"{name} partial", presets.get(name, {})) if known_ratio else presets.get(name, {})
+    preset = presets.get(f"{name} partial" if known_ratio else name, presets.get(name, {}))
     try:
         return args_class(dataset=dataset, **preset)
     except TypeError as problem:
@@ -147,11 +141,6 @@ def read_run_settings(args_class, run):
 # -- files and processes, for all rooms
 
 
-def die(message):
-    """Ends the program with one sentence instead of a traceback"""
-    raise SystemExit(f"error: {message}")
-
-
 def in_a_line(problem):
     return f"{type(problem).__name__}: {problem}".splitlines()[0]
 
@@ -163,49 +152,6 @@ def import_script(path):
     sys.modules[name] = script  # where dataclasses and typing look it up
     exec(compile(Path(path).read_bytes(), path, "exec"), vars(script))
     return script
-
-
-def printable(path):
-    """A file's name need not be UTF-8"""
-    return os.fsencode(path).decode(errors="backslashreplace")
-
-
-def read_json(path, otherwise):
-    try:
-        return json.loads(Path(path).read_text())
-    except FileNotFoundError:
-        die(f"{otherwise} (there is no {path})")
-    except (OSError, ValueError) as problem:
-        die(f"{path} can't be read: {problem}")
-
-
-def write_json(path, content):
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
-
-
-@contextmanager
-def replacing(path):
-    """A temporary path that replaces `path` if the block raises nothing: readers see old or new, never half"""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as problem:
-        die(f"{path} can't be written ({problem}); the previous version is intact")
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def make_folder(path, new=False):
-    """With `new` -> False where there is one of that name"""
-    try:
-        path.mkdir(parents=True, exist_ok=not new)
-    except OSError as problem:
-        if not (new and path.is_dir()):
-            die(f"{path} can't be written: {problem}")
-        return False
-    return True
 
 
 def rank():
@@ -231,10 +177,11 @@ def broadcast(value):
 
 def gather(mine, n):
     """Rows rank, rank + world, ... of n, padded to the same number on every rank -> all n rows, on every rank"""
+    if world() == 1:
+        return mine
     everyone = [torch.empty_like(mine) for _ in range(world())]
-    if world() > 1:
-        dist.all_gather(everyone, mine)
-    return torch.stack(everyone, 1).flatten(0, 1)[:n] if world() > 1 else mine
+    dist.all_gather(everyone, mine)
+    return torch.stack(everyone, 1).flatten(0, 1)[:n]
 
 
 def progress(items, what, **more):
@@ -245,13 +192,6 @@ def progress(items, what, **more):
 # ---- 2. Data
 
 
-def split_indices(n, val_fraction=0.2, seed=PROTOCOL_SEED):
-    """Rows of the train file -> (train_idx, val_idx), sorted"""
-    order = np.random.RandomState(seed).permutation(n)
-    n_val = round(val_fraction * n)
-    return np.sort(order[: n - n_val]), np.sort(order[n - n_val :])
-
-
 def as_tensor(values):
     """A tensor, or an array of any strides and byte order, read-only or not -> a tensor without gradient"""
     if isinstance(values, np.ndarray):
@@ -259,98 +199,9 @@ def as_tensor(values):
     return torch.as_tensor(values).detach()
 
 
-def draw_single_positives(y, seed=PROTOCOL_SEED):
-    """(N, C) full labels -> (N, C) uint8 with one positive kept per row, exactly as Cole et al. drew theirs"""
-    y, rs = (as_tensor(y) == 1).cpu().numpy(), np.random.RandomState(seed)
-    z = np.zeros(y.shape, dtype=np.uint8)
-    for row, labels in enumerate(y):
-        positives, negatives = np.flatnonzero(labels), np.flatnonzero(~labels)
-        rs.shuffle(positives)
-        rs.shuffle(negatives)  # none is kept, but the published draws consumed this randomness
-        z[row, positives[:1]] = 1
-    return z
-
-
-def draw_known_positives(y, ratio, seed=PROTOCOL_SEED):
-    """(N, C) full labels -> (N, C) uint8 with round(ratio * positives) of all positives kept"""
-    positives = np.flatnonzero((as_tensor(y) == 1).cpu().numpy())
-    z = np.zeros(y.shape, dtype=np.uint8)
-    z.flat[np.random.RandomState(seed).permutation(positives)[: round(ratio * len(positives))]] = 1
-    return z
-
-
-def read_image(path, upright=False):
-    """An RGB image; `upright` applies the camera's EXIF orientation. Transparent pixels become white"""
-    with Image.open(path) as image:
-        if image.mode == "F":
-            raise ValueError("its pixels are fractions of an unknown range")
-        image = ImageOps.exif_transpose(image) if upright else image
-        if image.mode.startswith("I"):  # grey of 16 bits or more, which PIL would cut off at 255
-            pixels = np.asarray(image)
-            if pixels.min() < 0 or pixels.max() > 65535:
-                raise ValueError("its pixels are not of 8 or 16 bits")
-            image = Image.fromarray((pixels >> (8 if image.mode != "I" or pixels.max() > 255 else 0)).astype(np.uint8))
-        if image.has_transparency_data:
-            image = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-        return image.convert("RGB")
-
-
-def decode(path, size, resample=Image.Resampling.BILINEAR, upright=False):
-    """The protocol's transform: RGB, squashed to size x size, bilinear. -> uint8 (size, size, 3)"""
-    return np.asarray(read_image(path, upright).resize((size, size), resample))
-
-
-def hash_names(names):
-    return hashlib.sha256("\n".join(names).encode(errors="surrogateescape")).hexdigest()
-
-
-class Images:
-    """images[rows] -> uint8 (B, size, size, 3), from the cache of resized images where there is one, else from files"""
-
-    def __init__(self, folder, image_folder, part, size, upright=False):
-        self.names, self.image_folder = read_names(folder, part), image_folder
-        self.size, self.resample = size, Image.Resampling.BILINEAR
-        self.upright = upright  # EXIF orientation applied, which is not the protocol of the published data sets
-        self.cache = folder / f"cache_{part}_{size}.npy"
-        self.cached = self.cache.exists()
-        if not self.cached and (missing := self.missing()):
-            die(f"{len(missing)} of {len(self.names)} images are missing, first {image_folder / missing[0]}")
-        if self.cached:
-            self.pixels = read_array(self.cache, ndim=4, mmap_mode="r")
-            made_for = read_json(self.cache.with_suffix(".json"), f"{self.cache} has no description")
-            found = made_for.get("images"), made_for.get("upright", False), self.pixels.shape, self.pixels.dtype
-            if found != (hash_names(self.names), upright, (len(self), size, size, 3), np.uint8):
-                die(f"{self.cache} was made for another list of images or orientation: delete it, or prepare again")
-
-    def missing(self):
-        return [name for name in self.names if not (self.image_folder / name).is_file()]
-
-    def from_files(self, size, resample):
-        """The same images, squashed from their files to another size; from the cache where the files are gone"""
-        other = copy.copy(self)
-        if not (self.cached and self.missing()):
-            other.size, other.resample, other.cached = size, resample, False
-        return other
-
-    def __len__(self):
-        return len(self.names)
-
-    def __getitem__(self, rows):
-        if self.cached:
-            return self.pixels[rows]
-        batch = np.empty((len(rows), self.size, self.size, 3), dtype=np.uint8)
-        for i, path in enumerate(self.image_folder / self.names[row] for row in rows):
-            try:
-                batch[i] = decode(path, self.size, self.resample, self.upright)
-            except UNREADABLE as problem:
-                die(f"{path} can't be read: {problem}")
-        return batch
-
-
 @dataclass
 class Split:
-    images: Images
+    images: data_prep.Images
     rows: np.ndarray  # this split's rows in its formatted file
     y: torch.Tensor | None  # (N, C) full labels, for evaluation and upper bounds; your own images may have none
     z: torch.Tensor | None = None  # (N, C) observed labels, of the training split
@@ -371,7 +222,7 @@ class Split:
         source = self.images
         files = [source.cache] if source.cached else [source.image_folder / source.names[row] for row in self.rows]
         stats = [f"{stat.st_size} {stat.st_mtime_ns}" for stat in map(os.stat, files)]
-        return hash_names([source.names[row] for row in self.rows] + stats + ["upright"] * source.upright)
+        return data_prep.hash_names([source.names[row] for row in self.rows] + stats + ["upright"] * source.upright)
 
 
 @dataclass
@@ -393,11 +244,11 @@ def load(args, device="cpu"):
     image_folder, upright = folder / info.get("image_folder", default_images.resolve()), info.get("upright", False)
     there = lambda name: (folder / f"formatted_{name}.npy").exists()
     parts = [part for part in ("train", "valid", "val") if there(f"{part}_images")]
-    images = {part: Images(folder, image_folder, part, args.image_size, upright) for part in parts}
+    images = {part: data_prep.Images(folder, image_folder, part, args.image_size, upright) for part in parts}
     labelled = [part for part in parts if part != "train" or there("train_labels") or not there("train_labels_obs")]
-    y = {part: read_labels(folder / f"formatted_{part}_labels.npy", len(images[part])) for part in labelled}
-    z = observed_labels(args, folder, len(images["train"]), y.get("train"))
-    classes = info.get("classes", nameless(z.shape[1]))
+    y = {part: data_prep.read_labels(folder / f"formatted_{part}_labels.npy", len(images[part])) for part in labelled}
+    z = data_prep.observed_labels(folder, len(images["train"]), y.get("train"), args.known_ratio)
+    classes = info.get("classes", data_prep.nameless(z.shape[1]))
     columns = {"train_labels_obs": z.shape[1], **{f"{part}_labels": labels.shape[1] for part, labels in y.items()}}
     if set(columns.values()) != {len(classes)} or len(set(classes)) < len(classes):
         die(f"{folder} has {len(set(classes))} different class names, but its labels' columns are {columns}")
@@ -422,68 +273,19 @@ def load(args, device="cpu"):
     return Data(classes, train, val, test)
 
 
-def nameless(n):
-    return [f"class {c}" for c in range(n)]
-
-
 def find_dataset(args):
     folder = Path(args.dataset) if os.sep in args.dataset else Path(args.data_root) / args.dataset
     if args.dataset == "scenes":
         if rank() == 0:
             scenes.make(folder)
         barrier()
-    if (folder / UNFINISHED).exists():
+    if (folder / data_prep.UNFINISHED).exists():
         die(f"{folder} is only half prepared: run the same data_prep.py command again")
     if not (folder / "formatted_train_images.npy").exists():
         there = sorted(path.parent.name for path in Path(args.data_root).glob("*/formatted_train_images.npy"))
         others = f"scenes needs no preparation; in {args.data_root} there is {', '.join(there) or 'nothing yet'}"
         die(f"no data set {args.dataset!r} in {folder}: prepare it with data_prep.py, or choose another ({others})")
     return folder
-
-
-def observed_labels(args, folder, n, y):
-    """z of the whole train file, as the protocol draws it or as the file says; y is None where nobody knows it"""
-    if args.known_ratio and y is None:
-        die(f"--known_ratio needs the full training labels, which {folder} doesn't have")
-    path = folder / "formatted_train_labels_obs.npy"
-    if args.known_ratio or not path.exists():
-        return draw_known_positives(y, args.known_ratio) if args.known_ratio else draw_single_positives(y)
-    z = read_labels(path, n)
-    if y is not None and z.shape != y.shape:
-        die(f"{path} is {z.shape}, but formatted_train_labels.npy is {y.shape}")
-    crowded, false = np.flatnonzero(z.sum(1) > 1), np.flatnonzero((z > (1 if y is None else y)).any(1))
-    if len(crowded):
-        fix = "delete it to draw one per image, or keep a share of all positives with --known_ratio"
-        die(f"{path} has {len(crowded)} rows with more than one observed positive (first: row {crowded[0]}): {fix}")
-    if len(false):
-        die(f"{path} observes labels that formatted_train_labels.npy calls negative (first: row {false[0]})")
-    return z
-
-
-def read_array(path, ndim, mmap_mode=None):
-    try:
-        array = np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as problem:
-        die(f"{path} can't be read: {problem}")
-    if array.ndim != ndim or len(array) == 0:
-        die(f"{path} should have {ndim} dimension(s) and at least one row; its shape is {array.shape}")
-    return array
-
-
-def read_names(folder, part):
-    return [str(name) for name in read_array(folder / f"formatted_{part}_images.npy", ndim=1)]
-
-
-def read_labels(path, n):
-    """(n, C) labels of any real dtype, 0 or 1 -> uint8"""
-    labels = read_array(path, ndim=2)
-    if len(labels) != n:
-        die(f"{path} has {len(labels)} rows, but its images file has {n}")
-    wrong = ~np.isin(labels, (0, 1))
-    if wrong.any():
-        row, column = np.argwhere(wrong)[0]
-        die(f"{path} may hold 0 and 1 only; row {row}, column {column} is {labels[row, column]}")
-    return labels.astype(np.uint8)
 
 
 def in_batches(rows, size=None):
@@ -603,8 +405,8 @@ def make_timm(name, pretrained, image_size):
         with torch.no_grad():
             net.eval()(torch.zeros(1, 3, image_size, image_size))
     except (RuntimeError, ValueError, AssertionError) as problem:
-        reason = (str(problem) or type(problem).__name__).splitlines()[0]
-        die(f"--backbone {name} doesn't take images of {image_size} pixels, try another --image_size: {reason}")
+        size = f"{image_size} pixels, try another --image_size"
+        die(f"--backbone {name} doesn't take images of {size}: {in_a_line(problem)}")
     config = timm.data.resolve_model_data_config(net)
     return net.train(), config["mean"], config["std"]
 
@@ -665,7 +467,7 @@ def load_weights(model, path, classes=None):
     state, trained = checkpoint.get("model", {}), checkpoint.get("classes")
     if {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in model.state_dict().items()}:
         die(f"{path} doesn't fit the model: it has another --backbone, other layers or another number of classes")
-    if classes and trained and classes != trained and nameless(len(classes)) not in (classes, trained):
+    if classes and trained and classes != trained and data_prep.nameless(len(classes)) not in (classes, trained):
         was, now = next((a, b) for a, b in zip(trained, classes) if a != b)
         die(f"{path} was trained for other classes than the data set has now, or in another order: {was} is now {now}")
     model.load_state_dict(state)
@@ -716,7 +518,7 @@ class EmbeddingCache:
         folder = self.folder / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
         whole, size = folder / "all.npy", 8 * EVAL_BATCH
         if not broadcast(whole.exists()):
-            make_folder(folder)
+            data_prep.make_folder(folder)
             starts = range(0, n, size)
             parts = {folder / f"{at:09d}-{size}.npy": in_batches(np.arange(at, min(at + size, n))) for at in starts}
             mine = {part: parts[part] for part in list(parts)[rank() :: world()] if not part.exists()}
@@ -764,12 +566,8 @@ class Clip:
         with torch.random.fork_rng(devices=[]):  # the global generator stays as it is without a CLIP
             self.net, self.tokenizer, config = load_open_clip(name, args.clip_pretrained, self.dtype)
         preprocess = self.net.visual.preprocess_cfg
-        self.key = {
-            "clip": config,
-            "weights": hash_tensors(self.net.state_dict()),
-            "preprocess": preprocess,
-            "as": str(self.dtype),
-        }
+        weights = hash_tensors(self.net.state_dict())
+        self.key = {"clip": config, "weights": weights, "preprocess": preprocess, "as": str(self.dtype)}
         self.net.to(device).eval().requires_grad_(False)
         self.mean, self.std = (torch.tensor(preprocess[what], device=device).view(3, 1, 1) for what in ("mean", "std"))
         self.size = int(np.max(preprocess["size"]))
@@ -853,7 +651,7 @@ def prompts(template, classes):
     has_bill_shape::all-purpose is bird whose bill shape is all-purpose"""
     if template.count("{}") != 1:
         die(f"--prompt {template!r} must have one {{}} where the class goes")
-    if classes == nameless(len(classes)):
+    if classes == data_prep.nameless(len(classes)):
         die("CLIP needs the classes' names: put them into the data set's dataset.json, as a list under \"classes\"")
     words = [re.sub(r"^has_(\w+)::(.+)$", r"bird whose \1 is \2", COMPOUNDS.get(name, name)) for name in classes]
     return [template.replace("{}", " ".join(name.replace("_", " ").split())) for name in words]
@@ -954,7 +752,7 @@ class Run:
         self.seen, self.began, self.training_began = 0, 0.0, 0.0  # images and times of this epoch
         self.logged, self.counts, self.unchecked, self.batch = {}, [], [], 0  # of this epoch too
         self.idx, self.weight = None, 1.0  # this batch
-        if args.tensorboard and not find_spec("tensorboard"):
+        if args.tensorboard and not importlib.util.find_spec("tensorboard"):
             die("--tensorboard needs one more package: pip install tensorboard")
         signal.signal(signal.SIGINT, self.interrupt)
         seed_all(args.seed)
@@ -986,23 +784,21 @@ class Run:
         directory = None
         if rank() == 0:
             stamp = f"{Path(args.dataset).name}-{self.method}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-            names = (stamp + f"-{n}" * (n > 1) for n in itertools.count(1))  # of runs that start in one second
-            directory = next(Path(args.out) / name for name in names if make_folder(Path(args.out) / name, new=True))
+            paths = (Path(args.out, stamp + f"-{n}" * (n > 1)) for n in itertools.count(1))  # of the same second
+            directory = next(path for path in paths if data_prep.make_folder(path, new=True))
             self.describe(directory)
         return broadcast(directory)
 
     def describe(self, directory):
         shutil.copy(self.script, directory / "script.py")
         git = ["git", "-C", str(self.script.resolve().parent), "describe", "--always", "--dirty", "--abbrev=40"]
-        try:
-            commit = subprocess.run([*git, "--exclude=*"], capture_output=True, text=True).stdout.strip()
-        except OSError:  # no git on this machine
-            commit = ""
+        there = shutil.which("git")
+        commit = subprocess.run([*git, "--exclude=*"], capture_output=True, text=True).stdout.strip() if there else ""
         versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
         config = {"method": self.method, "settings": asdict(self.args), "command": shlex.join(["python", *sys.argv])}
         config |= {"working_directory": os.getcwd(), "commit": commit, "versions": versions, "processes": world()}
         config |= {"device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"}
-        write_json(directory / "config.json", config)
+        data_prep.write_json(directory / "config.json", config)
         print(f"{directory}: {self.args.dataset}, {self.device}, amp {self.dtype or 'off'}", flush=True)
 
     def prepare(self, model, data, find_unused_parameters=False):
@@ -1221,7 +1017,8 @@ class Run:
             best = unwrap(models[chosen])  # and all that it takes to build it again and to check that
             about = {"model_class": [type(best).__module__, type(best).__qualname__], "classes": data.classes}
             about |= {"probe": probe(best, self.args.image_size), **self.best}
-            self.write_tensors("best.pt", {"model": best.state_dict(), **about, **self.namespaces()})
+            with replacing(self.directory / "best.pt") as temporary:
+                torch.save({"model": best.state_dict(), **about, **self.namespaces()}, temporary)
         if rank() == 0:
             self.show(row, better)
 
@@ -1232,8 +1029,7 @@ class Run:
             with SummaryWriter(self.directory) as board:
                 for name, value in row.items():
                     board.add_scalar(name, value, self.epoch)
-        hidden = ("epoch", "seconds", "images_per_s")
-        shown = [name for name in known(row) if name not in hidden and not name.endswith("at_random")]
+        shown = [name for name in known(row) if name not in NO_RESULTS and not name.endswith("at_random")]
         values = "  ".join(f"{name} {row[name]:{'.2f' if 'mAP' in name else '.4g'}}" for name in shown)
         speed = f"{row['seconds']:.1f} s  {row['images_per_s']:.0f} img/s"
         print(f"epoch {self.epoch:>2}/{self.last_epoch}  {values}{' *' if better else ''}  {speed}", flush=True)
@@ -1307,8 +1103,7 @@ class Run:
             digests = {name: hash_tensors({"": v}) if torch.is_tensor(v) else repr(v) for name, v in values.items()}
             everyone = [None] * world()
             dist.all_gather_object(everyone, digests)
-            apart = [name for name in digests if len({theirs.get(name) for theirs in everyone}) > 1]
-            if apart:
+            if apart := [name for name in digests if len({theirs.get(name) for theirs in everyone}) > 1]:
                 die(f"{apart[0]} differs between the processes: gather or reduce it before the epoch ends")
         if rank() > 0:
             return
@@ -1317,7 +1112,8 @@ class Run:
         last |= {"classes": self.data.classes, "embedding_seconds": self.cache.seconds, **spaces}
         last |= {name: unwrap(thing).state_dict() for name, thing in self.state.items() if name not in spaces}
         last["probe"] = probe(unwrap(self.state["model"]), self.args.image_size)
-        self.write_tensors("last.pt", last)
+        with replacing(self.directory / "last.pt") as temporary:
+            torch.save(last, temporary)
         self.write_metrics()
         if self.rows[-1]["seconds"] > 20:  # to be looked at while it goes on
             plot_curve(self.rows, self.best["epoch"], self.directory / "curve.png")
@@ -1329,8 +1125,7 @@ class Run:
         for litter in self.directory.glob(".*.*.*.*") if rank() == 0 else ():  # of a write that was cut off
             litter.unlink(missing_ok=True)
         last = read_state(path)
-        missing = [name for name in self.state if name not in last]
-        if missing:
+        if missing := [name for name in self.state if name not in last]:
             die(f"{path} has no {', '.join(missing)}, which run.epochs is given now: start a new run")
         for name, thing in self.state.items():
             if isinstance(thing, SimpleNamespace):
@@ -1345,10 +1140,6 @@ class Run:
             self.write_metrics()  # in case it was stopped between the two
             what = "finished" if self.finished else "resumed"
             print(f"{self.directory}: {what} after epoch {self.epoch}", flush=True)
-
-    def write_tensors(self, name, content):
-        with replacing(self.directory / name) as temporary:
-            torch.save(content, temporary)
 
     def write_metrics(self):
         with replacing(self.directory / "metrics.csv") as temporary, open(temporary, "w", newline="") as file:
@@ -1366,7 +1157,7 @@ class Run:
         result |= {"embedding_seconds": self.cache.seconds, **self.summaries}
         result |= {"earlier_stages": self.earlier} if self.earlier else {}
         del result["epoch"]
-        write_json(self.directory / "result.json", dict.fromkeys(result) | known(result))
+        data_prep.write_json(self.directory / "result.json", dict.fromkeys(result) | known(result))
         plot_curve(self.rows, best["epoch"], self.directory / "curve.png")
         if empty:
             print(f"{len(empty)} classes have no positive in the test set and count as AP 0: {', '.join(empty)}")
@@ -1391,11 +1182,6 @@ def in_words(val_mAP, test):
 # ---- 6. Metrics and curve
 
 
-def in_order(values):
-    """Sorted along the last dimension; on a CPU by numpy, which doesn't also make the indices that nobody needs"""
-    return values.sort().values if values.is_cuda else torch.from_numpy(np.sort(values.numpy()))
-
-
 def average_precision(scores, y):
     """(N, C) scores and labels -> (C,) float64 in 0..1: the mean, over a class's positives, of the precision among all
     images that score as high or higher. Ties and all, that is scikit-learn's average_precision_score; 0 if none."""
@@ -1408,6 +1194,8 @@ def average_precision(scores, y):
     scores = (scores.float() if fits else scores.double()).T.contiguous()  # (C, N)
     positive = (y.T == 1).to(scores.device)
     ap = torch.zeros(len(scores), dtype=torch.float64, device=scores.device)
+    # on a CPU numpy sorts, for it doesn't also make the indices, which nobody needs
+    in_order = lambda values: values.sort().values if values.is_cuda else torch.from_numpy(np.sort(values.numpy()))
     for c, ranked in enumerate(in_order(scores)):
         own = in_order(scores[c, positive[c]])
         if len(own):
@@ -1461,34 +1249,17 @@ def pseudo_label_columns(counts):
     return {name: value.item() for name, value in columns.items()}
 
 
-def pyplot():
-    """matplotlib's, for a machine without a screen; a $ in the name of a class is just a $"""
-    matplotlib.use("Agg")
-    matplotlib.rcParams["text.parse_math"] = False
-    return importlib.import_module("matplotlib.pyplot")  # takes a while: only where something is drawn
-
-
-def save_figure(figure, path):
-    with replacing(Path(path)) as temporary:
-        figure.savefig(temporary, dpi=110, format="png")
-    pyplot().close(figure)
-
-
-def panel(name):
-    """The panel of a column of metrics.csv: mAPs, counts per image, a kind of pseudo-labels, else by its first word"""
-    words = " ".join(name.split("_")[: 2 if name.startswith("pseudo_") else 1])
-    return "mAP" if "mAP" in name else "per image" if name.endswith("per_image") else words
-
-
 def plot_curve(rows, best_epoch, path):
     """curve.png: every column of the metrics over the epochs"""
     panels = {"loss": [], "mAP": []}
     for name in dict.fromkeys(name for row in rows for name in known(row)):
-        if name not in ("epoch", "seconds", "images_per_s"):
-            panels.setdefault(panel(name), []).append(name)
+        if name not in NO_RESULTS:
+            words = " ".join(name.split("_")[: 2 if name.startswith("pseudo_") else 1])
+            title = "mAP" if "mAP" in name else "per image" if name.endswith("per_image") else words
+            panels.setdefault(title, []).append(name)
     wide, high = min(3, len(panels)), -(-len(panels) // 3)
     size, more = (4.2 * wide, 3 * high), {"squeeze": False, "layout": "constrained"}
-    figure, axes = pyplot().subplots(high, wide, figsize=size, **more)
+    figure, axes = data_prep.pyplot().subplots(high, wide, figsize=size, **more)
     for axis, (title, names) in itertools.zip_longest(axes.flat, panels.items(), fillvalue=("", ())):
         for name in names:
             axis.plot(*zip(*[(row["epoch"], row[name]) for row in rows if name in known(row)]), "o-", ms=3, label=name)
@@ -1498,4 +1269,4 @@ def plot_curve(rows, best_epoch, path):
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=8)
     figure.suptitle(path.parent.name, fontsize=9, color="grey")
-    save_figure(figure, path)
+    data_prep.save_figure(figure, path)

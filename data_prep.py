@@ -8,9 +8,11 @@ Writes formatted_*.npy, dataset.json and the image cache into <data_root>/<data 
 Safe to kill and to run again: it does what is missing. `--check` only looks.
 """
 
+import copy
 import csv
 import hashlib
 import http.client
+import importlib
 import json
 import multiprocessing
 import os
@@ -26,16 +28,18 @@ import zipfile
 import zlib
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
+import matplotlib
 import numpy as np
 import tyro
+from PIL import Image, ImageOps
 from tqdm import tqdm
 
-import common
 import scenes
 
 # ---- 1. Settings
@@ -59,7 +63,225 @@ class Args:
     from_folders: bool = False  # custom: one sub-folder of --images per class, instead of --labels
 
 
-# ---- 2. Official data sets: download, extract, read
+# ---- 2. Files and images, which common.py reads in the same way
+
+PROTOCOL_SEED = 1200  # of the split and of the observed labels (Cole et al. 2021); never that of a run
+UNFINISHED = "UNFINISHED"  # marker file in a data set's folder while this script writes there
+UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what PIL raises at damaged images
+
+
+def die(message):
+    """Ends the program with one sentence instead of a traceback"""
+    raise SystemExit(f"error: {message}")
+
+
+def printable(path):
+    """A file's name need not be UTF-8"""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
+def read_json(path, otherwise):
+    try:
+        return json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        die(f"{otherwise} (there is no {path})")
+    except (OSError, ValueError) as problem:
+        die(f"{path} can't be read: {problem}")
+
+
+def write_json(path, content):
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+
+
+@contextmanager
+def replacing(path):
+    """A temporary path that replaces `path` if the block raises nothing: readers see old or new, never half"""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as problem:
+        die(f"{path} can't be written ({problem}); the previous version is intact")
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def make_folder(path, new=False):
+    """With `new` -> False where there is one of that name"""
+    try:
+        path.mkdir(parents=True, exist_ok=not new)
+    except OSError as problem:
+        if not (new and path.is_dir()):
+            die(f"{path} can't be written: {problem}")
+        return False
+    return True
+
+
+def split_indices(n, val_fraction=0.2, seed=PROTOCOL_SEED):
+    """Rows of the train file -> (train_idx, val_idx), sorted"""
+    order = np.random.RandomState(seed).permutation(n)
+    n_val = round(val_fraction * n)
+    return np.sort(order[: n - n_val]), np.sort(order[n - n_val :])
+
+
+def is_positive(y):
+    """(N, C) labels, an array or a tensor of any device and type -> bool array"""
+    return np.asarray((y == 1).cpu() if hasattr(y, "cpu") else np.asarray(y) == 1)
+
+
+def draw_single_positives(y, seed=PROTOCOL_SEED):
+    """(N, C) full labels -> (N, C) uint8 with one positive kept per row, exactly as Cole et al. drew theirs"""
+    y, rs = is_positive(y), np.random.RandomState(seed)
+    z = np.zeros(y.shape, dtype=np.uint8)
+    for row, labels in enumerate(y):
+        positives, negatives = np.flatnonzero(labels), np.flatnonzero(~labels)
+        rs.shuffle(positives)
+        rs.shuffle(negatives)  # none is kept, but the published draws consumed this randomness
+        z[row, positives[:1]] = 1
+    return z
+
+
+def draw_known_positives(y, ratio, seed=PROTOCOL_SEED):
+    """(N, C) full labels -> (N, C) uint8 with round(ratio * positives) of all positives kept"""
+    positives = np.flatnonzero(is_positive(y))
+    z = np.zeros(y.shape, dtype=np.uint8)
+    z.flat[np.random.RandomState(seed).permutation(positives)[: round(ratio * len(positives))]] = 1
+    return z
+
+
+def read_image(path, upright=False):
+    """An RGB image; `upright` applies the camera's EXIF orientation. Transparent pixels become white"""
+    with Image.open(path) as image:
+        if image.mode == "F":
+            raise ValueError("its pixels are fractions of an unknown range")
+        image = ImageOps.exif_transpose(image) if upright else image
+        if image.mode.startswith("I"):  # grey of 16 bits or more, which PIL would cut off at 255
+            pixels = np.asarray(image)
+            if pixels.min() < 0 or pixels.max() > 65535:
+                raise ValueError("its pixels are not of 8 or 16 bits")
+            image = Image.fromarray((pixels >> (8 if image.mode != "I" or pixels.max() > 255 else 0)).astype(np.uint8))
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        return image.convert("RGB")
+
+
+def decode(path, size, resample=Image.Resampling.BILINEAR, upright=False):
+    """The protocol's transform: RGB, squashed to size x size, bilinear. -> uint8 (size, size, 3)"""
+    return np.asarray(read_image(path, upright).resize((size, size), resample))
+
+
+def hash_names(names):
+    return hashlib.sha256("\n".join(names).encode(errors="surrogateescape")).hexdigest()
+
+
+class Images:
+    """images[rows] -> uint8 (B, size, size, 3), from the cache of resized images where there is one, else from files"""
+
+    def __init__(self, folder, image_folder, part, size, upright=False):
+        self.names, self.image_folder = read_names(folder, part), image_folder
+        self.size, self.resample = size, Image.Resampling.BILINEAR
+        self.upright = upright  # EXIF orientation applied, which is not the protocol of the published data sets
+        self.cache = folder / f"cache_{part}_{size}.npy"
+        self.cached = self.cache.exists()
+        if not self.cached and (missing := self.missing()):
+            die(f"{len(missing)} of {len(self.names)} images are missing, first {image_folder / missing[0]}")
+        if self.cached:
+            self.pixels = read_array(self.cache, ndim=4, mmap_mode="r")
+            made_for = read_json(self.cache.with_suffix(".json"), f"{self.cache} has no description")
+            found = made_for.get("images"), made_for.get("upright", False), self.pixels.shape, self.pixels.dtype
+            if found != (hash_names(self.names), upright, (len(self), size, size, 3), np.uint8):
+                die(f"{self.cache} was made for another list of images or orientation: delete it, or prepare again")
+
+    def missing(self):
+        return [name for name in self.names if not (self.image_folder / name).is_file()]
+
+    def from_files(self, size, resample):
+        """The same images, squashed from their files to another size; from the cache where the files are gone"""
+        other = copy.copy(self)
+        if not (self.cached and self.missing()):
+            other.size, other.resample, other.cached = size, resample, False
+        return other
+
+    def __len__(self):
+        return len(self.names)
+
+    def __getitem__(self, rows):
+        if self.cached:
+            return self.pixels[rows]
+        batch = np.empty((len(rows), self.size, self.size, 3), dtype=np.uint8)
+        for i, path in enumerate(self.image_folder / self.names[row] for row in rows):
+            try:
+                batch[i] = decode(path, self.size, self.resample, self.upright)
+            except UNREADABLE as problem:
+                die(f"{path} can't be read: {problem}")
+        return batch
+
+
+def read_array(path, ndim, mmap_mode=None):
+    try:
+        array = np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as problem:
+        die(f"{path} can't be read: {problem}")
+    if array.ndim != ndim or len(array) == 0:
+        die(f"{path} should have {ndim} dimension(s) and at least one row; its shape is {array.shape}")
+    return array
+
+
+def read_names(folder, part):
+    return [str(name) for name in read_array(folder / f"formatted_{part}_images.npy", ndim=1)]
+
+
+def read_labels(path, n):
+    """(n, C) labels of any real dtype, 0 or 1 -> uint8"""
+    labels = read_array(path, ndim=2)
+    if len(labels) != n:
+        die(f"{path} has {len(labels)} rows, but its images file has {n}")
+    wrong = ~np.isin(labels, (0, 1))
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0]
+        die(f"{path} may hold 0 and 1 only; row {row}, column {column} is {labels[row, column]}")
+    return labels.astype(np.uint8)
+
+
+def observed_labels(folder, n, y, known_ratio):
+    """z of the whole train file, as the protocol draws it or as the file says; y is None where nobody knows it"""
+    if known_ratio and y is None:
+        die(f"--known_ratio needs the full training labels, which {folder} doesn't have")
+    path = folder / "formatted_train_labels_obs.npy"
+    if known_ratio or not path.exists():
+        return draw_known_positives(y, known_ratio) if known_ratio else draw_single_positives(y)
+    z = read_labels(path, n)
+    if y is not None and z.shape != y.shape:
+        die(f"{path} is {z.shape}, but formatted_train_labels.npy is {y.shape}")
+    crowded, false = np.flatnonzero(z.sum(1) > 1), np.flatnonzero((z > (1 if y is None else y)).any(1))
+    if len(crowded):
+        fix = "delete it to draw one per image, or keep a share of all positives with --known_ratio"
+        die(f"{path} has {len(crowded)} rows with more than one observed positive (first: row {crowded[0]}): {fix}")
+    if len(false):
+        die(f"{path} observes labels that formatted_train_labels.npy calls negative (first: row {false[0]})")
+    return z
+
+
+def nameless(n):
+    return [f"class {c}" for c in range(n)]
+
+
+def pyplot():
+    """matplotlib's, for a machine without a screen; a $ in the name of a class is just a $"""
+    matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False
+    return importlib.import_module("matplotlib.pyplot")  # takes a while: only where something is drawn
+
+
+def save_figure(figure, path):
+    with replacing(Path(path)) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")
+    pyplot().close(figure)
+
+
+# ---- 3. Official data sets: download, extract, read
 
 OXFORD = "https://thor.robots.ox.ac.uk/pascal/VOC"
 ARCHIVES = {  # data set: [(address, md5 where one is published)]
@@ -100,7 +322,7 @@ def fetch(args):
     """The root of the extracted data set, after whatever download and extraction it takes."""
     raw = Path(args.raw or Path(args.data_root) / args.dataset / "raw")
     if args.raw and not raw.is_dir():
-        common.die(f"--raw {raw} is not a folder (to download into it, make it first)")
+        die(f"--raw {raw} is not a folder (to download into it, make it first)")
     root = None if list(raw.glob("*.extracting")) else find_root(raw, args.dataset)
     if root:
         return root
@@ -114,7 +336,7 @@ def fetch(args):
             extracting.replace(extracted)
     root = find_root(raw, args.dataset)
     if not root:
-        common.die(f"{raw} was filled but lacks {', '.join(MARKERS[args.dataset])}: another release of {args.dataset}?")
+        die(f"{raw} was filled but lacks {', '.join(MARKERS[args.dataset])}: another release of {args.dataset}?")
     return root
 
 
@@ -129,7 +351,7 @@ def find_root(raw, dataset):
 
 def download(address, path, md5="", tries=5):
     """Downloads to `path`, going on where a broken download stopped; checks size and checksum."""
-    common.make_folder(path.parent)
+    make_folder(path.parent)
     by_hand = f"download {address} in another way and put it at {path}"
     partial = path.with_name(path.name + ".part")
     for attempt in range(0 if path.exists() else tries):
@@ -140,7 +362,7 @@ def download(address, path, md5="", tries=5):
         except (OSError, http.client.HTTPException) as problem:  # urllib's errors are OSErrors
             refused = isinstance(problem, urllib.error.HTTPError) and problem.code < 500
             if refused or attempt == tries - 1:
-                common.die(f"{address} can't be downloaded ({problem}): {by_hand}")
+                die(f"{address} can't be downloaded ({problem}): {by_hand}")
             time.sleep(2**attempt / 4)
     if md5:
         with open(path, "rb") as file:
@@ -149,7 +371,7 @@ def download(address, path, md5="", tries=5):
                 digest.update(block)
         if digest.hexdigest() != md5:
             path.unlink()
-            common.die(f"{path} was not the published file (md5 {digest.hexdigest()}) and is deleted: {by_hand}")
+            die(f"{path} was not the published file (md5 {digest.hexdigest()}) and is deleted: {by_hand}")
 
 
 def download_rest(address, partial):
@@ -183,7 +405,7 @@ def extract(archive, folder):
                     m.filename for m in members if not (folder / m.filename).resolve().is_relative_to(folder.resolve())
                 ]
                 if outside:
-                    common.die(f"{archive} would write outside {folder}: {outside[0]}")
+                    die(f"{archive} would write outside {folder}: {outside[0]}")
                 for member in tqdm(members, f"extracting {archive.name}", leave=False, disable=None):
                     pack.extract(member, folder)
         else:
@@ -191,9 +413,9 @@ def extract(archive, folder):
                 for member in tqdm(pack, f"extracting {archive.name}", leave=False, disable=None):
                     pack.extract(member, folder, filter="data")
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error) as problem:
-        common.die(f"{archive} is damaged or unsafe ({problem}): delete it and run this again")
+        die(f"{archive} is damaged or unsafe ({problem}): delete it and run this again")
     except OSError as problem:
-        common.die(f"{folder} can't be written: {problem}")
+        die(f"{folder} can't be written: {problem}")
 
 
 VOC_CLASSES = ["aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable"]
@@ -236,7 +458,7 @@ def read_coco(root):
         if part == "train":
             train_classes = classes
         elif classes != train_classes:
-            common.die(f"{path} has other categories than the training file")
+            die(f"{path} has other categories than the training file")
         for image, category in found:
             rows.setdefault(image, set()).add(column[category][0])
         order = sorted(rows, key=str)
@@ -261,7 +483,7 @@ def stream_json(path, block=1 << 20):
                     return text[at]
                 text, at = file.read(block), 0
                 if not text:
-                    common.die(f"{path} ends too early: it is only a part of the file")
+                    die(f"{path} ends too early: it is only a part of the file")
 
         def value():
             nonlocal text, at
@@ -275,7 +497,7 @@ def stream_json(path, block=1 << 20):
                     pass
                 more = file.read(max(block, len(text) - at))
                 if not more:
-                    common.die(f"{path} is not a whole JSON file")
+                    die(f"{path} is not a whole JSON file")
                 text, at = text[at:] + more, 0
 
         skip(" \t\r\n{")
@@ -296,9 +518,7 @@ def read_cub(root):
     is_train = dict(line.split() for line in read_lines(root / "train_test_split.txt"))
     listed = next((p for p in (root / "attributes/attributes.txt", root.parent / "attributes.txt") if p.exists()), None)
     if not listed:
-        common.die(
-            f"{root.parent / 'attributes.txt'} is missing: it is in CUB_200_2011.tgz beside the CUB_200_2011 folder"
-        )
+        die(f"{root.parent / 'attributes.txt'} is missing: it is in CUB_200_2011.tgz beside the CUB_200_2011 folder")
     classes = [line.split(maxsplit=1)[1] for line in read_lines(listed)]
     ids = sorted(files, key=int)
     row = {image: i for i, image in enumerate(ids)}
@@ -325,18 +545,18 @@ def read_nus(raw):
     names, labels, concepts = {}, {}, raw / "ConceptsList/Concepts81.txt"
     if (raw / "formatted_train_images.npy").exists():
         for part in ("train", "val"):
-            names[part] = [str(name) for name in common.read_array(raw / f"formatted_{part}_images.npy", ndim=1)]
-            labels[part] = common.read_labels(raw / f"formatted_{part}_labels.npy", len(names[part]))
+            names[part] = [str(name) for name in read_array(raw / f"formatted_{part}_images.npy", ndim=1)]
+            labels[part] = read_labels(raw / f"formatted_{part}_labels.npy", len(names[part]))
         return Source(read_lines(concepts), raw / "images", names, labels)
     if not (raw / "ImageList/TrainImagelist.txt").exists():
-        common.die(NUS_HELP.format(raw=raw))
+        die(NUS_HELP.format(raw=raw))
     classes = read_lines(concepts)
     for part, official in (("train", "Train"), ("val", "Test")):
         names[part] = [line.replace("\\", "/") for line in read_lines(raw / f"ImageList/{official}Imagelist.txt")]
         columns = [read_lines(raw / f"TrainTestLabels/Labels_{name}_{official}.txt") for name in classes]
         uneven = [name for name, column in zip(classes, columns) if len(column) != len(names[part])]
         if uneven:
-            common.die(f"Labels_{uneven[0]}_{official}.txt has not as many lines as {official}Imagelist.txt")
+            die(f"Labels_{uneven[0]}_{official}.txt has not as many lines as {official}Imagelist.txt")
         labels[part] = (np.array(columns) == "1").T.astype(np.uint8)
     print("note: the official lists have other images than the 150,000 / 60,260 of the papers: no count to check")
     return Source(classes, raw / "images", names, labels, published=False)
@@ -346,10 +566,10 @@ def read_lines(path):
     try:
         return [line.strip() for line in Path(path).read_text("utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as problem:
-        common.die(f"{path} can't be read: {problem}")
+        die(f"{path} can't be read: {problem}")
 
 
-# ---- 3. Your own images
+# ---- 4. Your own images
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".jpe", ".jfif", ".jp2", ".png", ".bmp", ".gif", ".webp", ".avif", ".tif", ".tiff")
 
@@ -358,16 +578,16 @@ def read_custom(args):
     """labels.csv (image, its one known label) or class folders; val.csv and test.csv (image, all labels joined by ;)"""
     folder, problems, tables = Path(args.images), [], {}
     if not args.images or not folder.is_dir():
-        common.die(f"--images {args.images!r} is not a folder")
+        die(f"--images {args.images!r} is not a folder")
     if args.from_folders and args.labels:
-        common.die("--labels and --from_folders both say what the labels are: leave one out")
+        die("--labels and --from_folders both say what the labels are: leave one out")
     if args.from_folders:
         names = in_class_folders(folder)
         tables["train"] = [(name, [name.split("/")[0]], f"{folder / name}") for name in names]
     elif args.labels:
         tables["train"] = read_table(args.labels, folder, problems)
     else:
-        common.die("say which label is known of each image: --labels labels.csv, or --from_folders")
+        die("say which label is known of each image: --labels labels.csv, or --from_folders")
     for part, path in (("valid", args.val), ("val", args.test)):
         if path:
             tables[part] = read_table(path, folder, problems)
@@ -405,7 +625,7 @@ def read_custom(args):
     if problems:
         shown = "\n  ".join(problems[:200])
         more = f"\n  ... and {len(problems) - 200} more" if len(problems) > 200 else ""
-        common.die(f"{len(problems)} problems, nothing was written:\n  {shown}{more}")
+        die(f"{len(problems)} problems, nothing was written:\n  {shown}{more}")
 
     names = {part: [image for image, _, _ in table] for part, table in tables.items()}
     labels = {}
@@ -423,7 +643,7 @@ def in_class_folders(folder):
     wanted = lambda path: len(path.parts) > 1 and path.suffix.lower() in IMAGE_ENDINGS
     left = [path for path in files if not wanted(path)]
     if left:
-        listed = ", ".join(map(common.printable, left[:5])) + (", ..." if len(left) > 5 else "")
+        listed = ", ".join(map(printable, left[:5])) + (", ..." if len(left) > 5 else "")
         print(f"left out: {len(left)} files that are in no class's folder or have no image's ending: {listed}")
     return [path.as_posix() for path in files if wanted(path)]
 
@@ -434,7 +654,7 @@ def read_table(path, folder, problems):
         with open(path, newline="", encoding="utf-8-sig") as file:
             lines = [(f"{path}:{number}", line) for number, line in enumerate(csv.reader(file), 1) if any(line)]
     except (OSError, UnicodeDecodeError, csv.Error) as problem:
-        common.die(f"{path} can't be read: {problem}")
+        die(f"{path} can't be read: {problem}")
     if lines and lines[0][1][0].strip().lower() == "image":
         place, header = lines.pop(0)
         unknown = [name for name in header[1:] if name.strip().lower() not in ("label", "labels")]
@@ -454,7 +674,7 @@ def read_table(path, folder, problems):
     return table
 
 
-# ---- 4. Write, cache, check
+# ---- 5. Write, cache, check
 
 EXPECTED = {  # data set: (classes, part: (images, labels or None, positives per training image or None))
     "voc": (20, {"train": (5717, 8331, 1.46), "val": (5823, 8351, None)}),
@@ -469,15 +689,13 @@ VOC_DRAWS = [12, 4, 11, 19, 6, 0, 14, 0, 10, 18, 11, 7]  # the observed classes 
 def write_source(folder, name, source):
     """The formatted files, checked. Until they are right a marker forbids their use."""
     if list(folder.glob("formatted_*.npy")) and not (folder / "dataset.json").exists():
-        common.die(
-            f"{folder} holds formatted files that were not made here: move them, or use them with --dataset {folder}"
-        )
-    common.make_folder(folder)
-    unfinished = folder / common.UNFINISHED
+        die(f"{folder} holds formatted files that were not made here: move them, or use them with --dataset {folder}")
+    make_folder(folder)
+    unfinished = folder / UNFINISHED
     unfinished.touch()
-    observed = source.observed or {part: common.draw_single_positives(y) for part, y in source.labels.items()}
+    observed = source.observed or {part: draw_single_positives(y) for part, y in source.labels.items()}
     info = {"name": name, "classes": source.classes, "image_folder": str(source.image_folder.resolve())}
-    common.write_json(folder / "dataset.json", info | {"published": source.published, "upright": source.upright})
+    write_json(folder / "dataset.json", info | {"published": source.published, "upright": source.upright})
     for old in folder.glob("formatted_*.npy"):
         old.unlink()
     for kind, parts in (("images", source.names), ("labels", source.labels), ("labels_obs", observed)):
@@ -517,7 +735,7 @@ def visit(images, what, target, rows, compare, finished=lambda rows: None):
                 problems += failed.values()
                 bar.update(len(chunk))
         except BrokenProcessPool:
-            common.die("a process that decodes images was killed (out of memory or disk?): run this again to go on")
+            die("a process that decodes images was killed (out of memory or disk?): run this again to go on")
         except BaseException:
             workers.shutdown(wait=False, cancel_futures=True)
             raise
@@ -535,8 +753,8 @@ def visit_chunk(job):
     failed = {}
     for row, name in zip(rows, names):
         try:
-            image = common.decode(image_folder / name, size, upright=upright)
-        except common.UNREADABLE as problem:
+            image = decode(image_folder / name, size, upright=upright)
+        except UNREADABLE as problem:
             failed[row] = f"{image_folder / name}: {problem}"
             continue
         if target and not compare:
@@ -553,7 +771,7 @@ def file_times(images):
 def describe_cache(images, times):
     """What a cache was made of: the list of names, and the files behind it"""
     files = hashlib.sha256(str(images.image_folder).encode() + times.tobytes()).hexdigest()
-    description = {"images": common.hash_names(images.names), "files": files}
+    description = {"images": hash_names(images.names), "files": files}
     return description | ({"upright": True} if images.upright else {})
 
 
@@ -562,9 +780,9 @@ def drop_stale_cache(folder, image_folder, part, size, upright):
     cache = folder / f"cache_{part}_{size}.npy"
     if not cache.exists():
         return
-    images = SimpleNamespace(names=common.read_names(folder, part), image_folder=image_folder, upright=upright)
+    images = SimpleNamespace(names=read_names(folder, part), image_folder=image_folder, upright=upright)
     described = cache.with_suffix(".json")
-    if not described.exists() or common.read_json(described, "") != describe_cache(images, file_times(images)):
+    if not described.exists() or read_json(described, "") != describe_cache(images, file_times(images)):
         cache.unlink()
 
 
@@ -573,7 +791,7 @@ def make_cache(images, what):
     times = file_times(images)
     description = describe_cache(images, times)
     kind = [str(images.image_folder), *["upright"] * images.upright]
-    stem = f"{images.cache.name}.{common.hash_names([*kind, *images.names])[:8]}"
+    stem = f"{images.cache.name}.{hash_names([*kind, *images.names])[:8]}"
     partial, done_path = (images.cache.with_name(stem + ending) for ending in (".part", ".done"))
     for old in images.cache.parent.glob(f"{images.cache.name}.*"):  # of another list of images
         if old not in (partial, done_path):
@@ -584,7 +802,7 @@ def make_cache(images, what):
         if hasattr(os, "posix_fallocate"):  # a full disk is to be met here, not in the middle
             with open(partial, "r+b") as file:
                 os.posix_fallocate(file.fileno(), 0, pixels.nbytes + pixels.offset)
-        with common.replacing(done_path) as temporary, open(temporary, "wb") as file:
+        with replacing(done_path) as temporary, open(temporary, "wb") as file:
             np.save(file, np.zeros(len(images), dtype=np.int64))
     done = np.lib.format.open_memmap(done_path, "r+")  # the time of the file that each row was made of, 0 before
 
@@ -593,7 +811,7 @@ def make_cache(images, what):
 
     problems = visit(images, what, partial, np.flatnonzero(done != times), compare=False, finished=finished)
     if not problems:
-        common.write_json(images.cache.with_suffix(".json"), description)
+        write_json(images.cache.with_suffix(".json"), description)
         os.replace(partial, images.cache)
         done_path.unlink()
     return problems
@@ -601,14 +819,14 @@ def make_cache(images, what):
 
 def check_counts(folder):
     """Compares with the numbers that are known of a data set."""
-    info = common.read_json(folder / "dataset.json", f"{folder} is not prepared")
+    info = read_json(folder / "dataset.json", f"{folder} is not prepared")
     if info["name"] not in EXPECTED or not info["published"]:
         return
     classes, parts = EXPECTED[info["name"]]
     problems = []
     for part, (n_images, n_labels, per_image) in parts.items():
-        y = common.read_array(folder / f"formatted_{part}_labels.npy", ndim=2)
-        train_rows, _ = common.split_indices(len(y))
+        y = read_array(folder / f"formatted_{part}_labels.npy", ndim=2)
+        train_rows, _ = split_indices(len(y))
         if y.shape != (n_images, classes):
             problem = f"{len(y):,} images and {y.shape[1]} classes, not {n_images:,} and {classes}"
             problems.append(f"{part}: {problem} (files are missing, or it is another release)")
@@ -617,20 +835,20 @@ def check_counts(folder):
         elif per_image and abs(y[train_rows].sum(1).mean() - per_image) > 0.06:
             problems.append(f"{part}: {y[train_rows].sum(1).mean():.2f} positives per image, not {per_image}")
         elif part == "train":
-            z = common.read_array(folder / "formatted_train_labels_obs.npy", ndim=2)
+            z = read_array(folder / "formatted_train_labels_obs.npy", ndim=2)
             first = z[: len(VOC_DRAWS)].argmax(1).tolist()
-            if not np.array_equal(z, common.draw_single_positives(y)) or (info["name"] == "voc" and first != VOC_DRAWS):
+            if not np.array_equal(z, draw_single_positives(y)) or (info["name"] == "voc" and first != VOC_DRAWS):
                 problems.append("train: the observed labels are not the published draw")
     if problems:
-        common.die(f"{folder} is not what it should be: {'; '.join(problems)}")
+        die(f"{folder} is not what it should be: {'; '.join(problems)}")
 
 
 def summarise(folder):
-    classes = common.read_json(folder / "dataset.json", f"{folder} is not prepared")["classes"]
+    classes = read_json(folder / "dataset.json", f"{folder} is not prepared")["classes"]
     what = {"train": "training", "valid": "validation", "val": "test"}
     for part in parts_of(folder):
         full, observed = (folder / f"formatted_{part}_{kind}.npy" for kind in ("labels", "labels_obs"))
-        y = common.read_array(full if full.exists() else observed, ndim=2)
+        y = read_array(full if full.exists() else observed, ndim=2)
         count = y.sum(0).astype(int)
         order = np.argsort(count, kind="stable")
         named = [f"{classes[c]} {count[c]:,}" for c in order]
@@ -646,13 +864,13 @@ def prepare(args):
     """Makes what is missing, checks what there is; -> the data set's folder"""
     name = args.name if args.dataset == "custom" else args.dataset
     if not re.fullmatch(r"\w[\w.-]*", name) or (args.dataset == "custom" and name in (*EXPECTED, "scenes")):
-        common.die(f"--name {name!r}: give your data set a name of its own, of letters, digits, - and _")
+        die(f"--name {name!r}: give your data set a name of its own, of letters, digits, - and _")
     if args.image_size < 1:
-        common.die(f"--image_size must be at least 1, not {args.image_size}")
+        die(f"--image_size must be at least 1, not {args.image_size}")
     folder = Path(args.data_root) / name
-    ready = (folder / "dataset.json").exists() and not (folder / common.UNFINISHED).exists()
+    ready = (folder / "dataset.json").exists() and not (folder / UNFINISHED).exists()
     if args.check and not ready:
-        common.die(f"{folder} is not prepared: run this without --check")
+        die(f"{folder} is not prepared: run this without --check")
     if args.dataset == "scenes":
         scenes.make(folder)
         return folder
@@ -661,19 +879,19 @@ def prepare(args):
     elif args.check:
         check_counts(folder)
 
-    info = common.read_json(folder / "dataset.json", f"{folder} is not prepared")
+    info = read_json(folder / "dataset.json", f"{folder} is not prepared")
     size, image_folder, upright = args.image_size, Path(info["image_folder"]), info.get("upright", False)
-    names = {part: common.read_names(folder, part) for part in parts_of(folder)}
+    names = {part: read_names(folder, part) for part in parts_of(folder)}
     missing = [
         str(image_folder / image) for part in names for image in names[part] if not (image_folder / image).is_file()
     ]
     if missing:
         listed = "\n  ".join(missing[:1000])
-        common.die(f"{len(missing)} images are missing; put them back and run this again:\n  {listed}")
+        die(f"{len(missing)} images are missing; put them back and run this again:\n  {listed}")
     if not args.check:
         for part in names:
             drop_stale_cache(folder, image_folder, part, size, upright)
-    parts = {part: common.Images(folder, image_folder, part, size, upright) for part in names}
+    parts = {part: Images(folder, image_folder, part, size, upright) for part in names}
     if args.cache and not args.check:
         say_disk(folder, [images for images in parts.values() if not images.cached])
     damaged = []
@@ -685,7 +903,7 @@ def prepare(args):
             damaged += make_cache(images, f"resizing {part}")
     if damaged:
         listed = "\n  ".join(sorted(damaged))
-        common.die(f"{len(damaged)} images are damaged; replace them and run this again:\n  {listed}")
+        die(f"{len(damaged)} images are damaged; replace them and run this again:\n  {listed}")
     return folder
 
 
@@ -696,7 +914,7 @@ def say_disk(folder, to_cache):
     if need:
         print(f"the image cache takes {need / 1e9:.1f} GB; {free / 1e9:.0f} GB are free", flush=True)
     if need - there > free:
-        common.die("the disk is too small for the image cache: say --no_cache, or choose a smaller --image_size")
+        die("the disk is too small for the image cache: say --no_cache, or choose a smaller --image_size")
 
 
 def read_source(args):
@@ -712,36 +930,37 @@ def read_source(args):
             return read_voc(root, {"train": "trainval", "val": "test"}, keep_empty=True)  # the usual 5,011 / 4,952
         return read_coco(root) if args.dataset == "coco" else read_cub(root)
     except (ValueError, KeyError, IndexError) as problem:
-        common.die(f"{root} is not in the layout of {args.dataset}: {problem!r}")
+        die(f"{root} is not in the layout of {args.dataset}: {problem!r}")
 
 
-# ---- 5. A look at the data
+# ---- 6. A look at the data
 
 
-def contact_sheet(data, path, side=5):
+def contact_sheet(folder, size, path, side=5):
     """side x side random training images, their true labels, the observed one marked."""
-    plt = common.pyplot()
-    n = min(side * side, len(data.train))
-    chosen = np.sort(np.random.RandomState(0).choice(len(data.train), n, replace=False))
-    pixels = np.asarray(data.train.images[data.train.rows[chosen]])
-    figure, axes = plt.subplots(side, side, figsize=(2 * side, 2.3 * side), layout="constrained")
+    info = read_json(folder / "dataset.json", f"{folder} is not prepared")
+    full = folder / "formatted_train_labels.npy"
+    images = Images(folder, folder / info["image_folder"], "train", size, info.get("upright", False))
+    y = read_labels(full, len(images)) if full.exists() else None
+    z = observed_labels(folder, len(images), y, known_ratio=0)
+    y = z if y is None else y
+    chosen = np.sort(np.random.RandomState(0).choice(len(images), min(side * side, len(images)), replace=False))
+    figure, axes = pyplot().subplots(side, side, figsize=(2 * side, 2.3 * side), layout="constrained")
     for axis in axes.flat:
         axis.set_axis_off()
-    for axis, idx, image in zip(axes.flat, chosen, pixels):
-        z = data.train.z[idx].tolist()
-        y = z if data.train.y is None else data.train.y[idx].tolist()
-        observed = [name for name, seen in zip(data.classes, z) if seen]
-        hidden = [name for name, true, seen in zip(data.classes, y, z) if true and not seen]
+    for axis, row, image in zip(axes.flat, chosen, images[chosen]):
+        observed = [name for name, seen in zip(info["classes"], z[row]) if seen]
+        hidden = [name for name, true, seen in zip(info["classes"], y[row], z[row]) if true and not seen]
         axis.imshow(image)
         axis.set_title("\n".join(observed), fontsize=9, fontweight="bold", color="tab:green", loc="left", pad=3)
         axis.text(0, -0.04, ", ".join(hidden), fontsize=7, color="grey", va="top", transform=axis.transAxes, wrap=True)
     try:
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as problem:
-        common.die(f"--contact_sheet {path} can't be written: {problem}")
+        die(f"--contact_sheet {path} can't be written: {problem}")
 
 
-# ---- 6. Go
+# ---- 7. Go
 
 if __name__ == "__main__":
     args = tyro.cli(Args, use_underscores=True)
@@ -750,8 +969,7 @@ if __name__ == "__main__":
         summarise(folder)
         if args.contact_sheet:
             size = scenes.SIDE if args.dataset == "scenes" else args.image_size
-            wanted = dict(dataset=str(folder), data_root="", image_size=size, known_ratio=0.0, smoke=False)
-            contact_sheet(common.load(SimpleNamespace(**wanted)), args.contact_sheet)
+            contact_sheet(folder, size, args.contact_sheet)
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on", file=sys.stderr)
         sys.exit(130)

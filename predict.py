@@ -33,6 +33,7 @@ from torch import nn
 from tqdm import tqdm
 
 import common
+import data_prep
 
 ON_A_FIGURE = 40  # images; more would be too small to see
 CHECKED = 16  # images on which an exported model is compared with the original
@@ -155,7 +156,7 @@ def inside(path):
 def read_pixels(path, size):
     """-> uint8 (size, size, 3), or the sentence why there is none"""
     try:
-        return torch.tensor(common.decode(path, size, upright=True))
+        return torch.tensor(data_prep.decode(path, size, upright=True))
     except IsADirectoryError:
         return f"there are no files in {path}"
     except Exception as problem:  # PIL's readers of rare formats raise all sorts
@@ -187,12 +188,12 @@ def write_csv(path, files, p, classes):
     with common.replacing(path) as temporary, open(temporary, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["image", *classes])
-        writer.writerows([common.printable(name), *row] for name, row in zip(files, p.tolist()))
+        writer.writerows([data_prep.printable(name), *row] for name, row in zip(files, p.tolist()))
 
 
 def draw(path, files, p, thresholds, classes, top):
     """Every image beside its labels, in colour, and the highest of the other probabilities"""
-    plt = common.pyplot()
+    plt = data_prep.pyplot()
     wide = min(len(files), 4)
     high = -(-len(files) // wide)
     top = min(top, len(classes))
@@ -201,15 +202,15 @@ def draw(path, files, p, thresholds, classes, top):
     for axis in axes.flat:
         axis.axis("off")
     for file, row, (picture, bars) in zip(files, p, axes.reshape(-1, 2)):
-        image = common.read_image(file, upright=True)
+        image = data_prep.read_image(file, upright=True)
         image.thumbnail((300, 300))
         picture.imshow(image)
-        picture.set_title(common.printable(file.name), fontsize=8)
+        picture.set_title(data_prep.printable(file.name), fontsize=8)
         for place, c in enumerate(in_order(row, thresholds)[:top]):
             bars.barh(place, row[c].item(), color="lightskyblue" if row[c] >= thresholds[c] else "lightgrey")
             bars.text(0, place, f" {classes[c]} {row[c]:.2f}", va="center", fontsize=8)
         bars.set(xlim=(0, 1), ylim=(top - 0.4, -0.6))
-    common.save_figure(figure, path)
+    data_prep.save_figure(figure, path)
 
 
 # ---- 4. Export
@@ -239,7 +240,9 @@ def export(path, model, size, about, files):
     """Writes path only if it computes what the model does, from the bytes that are written."""
     original, vary = Portable(model.cpu(), size).eval().requires_grad_(False), torch.export.Dim.DYNAMIC
     images = files or [noise(brightest) for brightest in (16, 64, 256)]  # bright noise alone drives a model to 0 or 1
-    pixels = [torch.tensor(np.asarray(common.read_image(file, upright=True))).permute(2, 0, 1)[None] for file in images]
+    pixels = [
+        torch.tensor(np.asarray(data_prep.read_image(file, upright=True))).permute(2, 0, 1)[None] for file in images
+    ]
     example = torch.zeros(2, 3, size + 3, size + 5, dtype=torch.uint8)  # sizes that nothing takes for constants
     content = io.BytesIO()
     try:
@@ -295,7 +298,7 @@ if __name__ == "__main__":
             if images:
                 p.append(probabilities(model, torch.stack(list(images.values())), device))
                 for path, row in zip(images, p[-1]):
-                    say(f"{common.printable(path)}: {labels(row, thresholds, classes, args.top)}")
+                    say(f"{data_prep.printable(path)}: {labels(row, thresholds, classes, args.top)}")
             files += images
             bar.update(len(batch))
 

@@ -28,6 +28,7 @@ from PIL import Image
 from tqdm import tqdm
 
 import common
+import data_prep
 import predict
 
 # ---- 1. Settings
@@ -540,8 +541,8 @@ def thumbnail(images, row):
     path = images.image_folder / images.names[row]
     try:
         there = path.is_file()  # a cache of pixels may be all that is left
-        image = common.read_image(path, images.upright) if there else Image.fromarray(images[[row]][0])
-    except common.UNREADABLE as problem:
+        image = data_prep.read_image(path, images.upright) if there else Image.fromarray(images[[row]][0])
+    except data_prep.UNREADABLE as problem:
         common.die(f"{path} can't be read: {problem}")
     image.thumbnail((224, 224))
     content = io.BytesIO()

@@ -213,7 +213,7 @@ def make(folder):
             np.save(new / f"formatted_{part}_images.npy", names)
             np.save(new / f"formatted_{part}_labels.npy", y)
             np.save(new / f"cache_{part}_{SIDE}.npy", pixels)
-            made_for = hashlib.sha256("\n".join(names).encode()).hexdigest()  # as common.Images checks it
+            made_for = hashlib.sha256("\n".join(names).encode()).hexdigest()  # as data_prep.Images checks it
             write_json(new / f"cache_{part}_{SIDE}.json", {"images": made_for})
 
 

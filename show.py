@@ -22,6 +22,7 @@ import torch.nn.functional as F
 import tyro
 
 import common
+import data_prep
 import predict
 
 EVENLY_SPACED = 8  # images, if none are named
@@ -120,7 +121,7 @@ def classes_of_pseudo(scores, pseudo, z):
 
 def draw_pseudo(path, data, rows, pixels, scores, pseudo, title):
     """Images (B, H, W, 3) beside their classes' scores (B, C), coloured by what became of the labels (B, C)"""
-    plt, wide, z = common.pyplot(), min(len(rows), 4), data.train.z
+    plt, wide, z = data_prep.pyplot(), min(len(rows), 4), data.train.z
     shown = [classes_of_pseudo(scores[i], pseudo[i], z[row].cpu()) for i, row in enumerate(rows)]
     high, most = -(-len(rows) // wide), max(map(len, shown))
     size = 4.6 * wide, max(2.2, 0.22 * most) * high + 0.3
@@ -137,7 +138,7 @@ def draw_pseudo(path, data, rows, pixels, scores, pseudo, title):
             bars.text(0, place, words, va="center", fontsize=7)
         bars.set(xlim=(0, 1), ylim=(most - 0.4, -0.6))
     figure.suptitle(title, fontsize=9)
-    common.save_figure(figure, path)
+    data_prep.save_figure(figure, path)
 
 
 def classes_of_views(final, pseudo, z, k):
@@ -149,7 +150,7 @@ def classes_of_views(final, pseudo, z, k):
 
 def draw_views(path, script, clip, cache, data, row, pixels, epoch, args):
     """Tran et al. 2025, supplement, Fig. 1: an image with its tiles, the tiles, and the scores that decide"""
-    plt, split, g = common.pyplot(), data.train, args.grid
+    plt, split, g = data_prep.pyplot(), data.train, args.grid
     text = script.class_embeddings(clip, common.prompts(args.prompt, data.classes), cache, args, clip.device)
     scored = script.score_views(cache.loader, clip, text, split, np.array([row]), epoch, args)
     idx, views, s_global, s_local = next(scored)
@@ -185,12 +186,12 @@ def draw_views(path, script, clip, cache, data, row, pixels, epoch, args):
     bars.set(xlim=(0, None), ylim=(len(shown) - 0.4, -0.6))
     bars.set_title("scores; + and − became pseudo-labels", fontsize=9)
     bars.legend(frameon=False, fontsize=8)
-    common.save_figure(figure, path)
+    data_prep.save_figure(figure, path)
 
 
 def draw_attention(path, model, data, row, pixels, device):
     """Xie et al. 2022, Fig. 6: an image, and where its observed class and the five most probable others look"""
-    plt, p = common.pyplot(), predict.probabilities(model, pixels[None], device)[0]
+    plt, p = data_prep.pyplot(), predict.probabilities(model, pixels[None], device)[0]
     with torch.no_grad():
         _, maps = model.embeddings(common.as_pixels(common.as_tensor(pixels[None]).to(device)), weights=True)
     maps = F.interpolate(maps.float(), pixels.shape[:2], mode="bilinear")[0].cpu()
@@ -205,7 +206,7 @@ def draw_attention(path, model, data, row, pixels, device):
         there = {True: "there", False: "not there", None: ""}[is_there(data, row, c)]
         axis.imshow((maps[c] / maps[c].max()).numpy(), cmap="inferno", alpha=0.65, vmin=0, vmax=1)
         axis.set_title(f"{data.classes[c]} {p[c]:.2f}\n{'observed' if c in observed else there}", fontsize=9)
-    common.save_figure(figure, path)
+    data_prep.save_figure(figure, path)
 
 
 # ---- 4. Go
@@ -234,7 +235,7 @@ if __name__ == "__main__":
     by_clip = has_pseudo and hasattr(script, "clip_cosines")
     clip = load_clip(settings, device) if by_clip or has_views else None
     cache = common.EmbeddingCache(settings.data_root, common.Loader(settings, device))
-    common.make_folder(folder)
+    data_prep.make_folder(folder)
 
     if has_pseudo:
         if by_clip:

@@ -223,7 +223,7 @@ class Bench:
         np.save(folder / "formatted_train_images.npy", np.array([f"{i % 16}.jpg" for i in range(n)]))
         np.save(folder / "formatted_train_labels.npy", y.astype(np.int64))
         classes = [f"object {c}" for c in range(CLASSES)]
-        common.write_json(folder / "dataset.json", {"classes": classes, "image_folder": "images"})
+        data_prep.write_json(folder / "dataset.json", {"classes": classes, "image_folder": "images"})
         data_prep.make_cache(open_images(folder, side), "resizing")
         return folder
 
@@ -235,7 +235,7 @@ class Bench:
         folder = self.folder / "clip"
         folder.mkdir()
         save_file(open_clip.CLIP(**scenes.CLIP["model_cfg"]).state_dict(), folder / "open_clip_model.safetensors")
-        common.write_json(folder / "open_clip_config.json", scenes.CLIP)
+        data_prep.write_json(folder / "open_clip_config.json", scenes.CLIP)
         return ("--clip_model", f"local-dir:{folder}")
 
     def small(self, share=1.0):
@@ -258,7 +258,7 @@ def voc_sized_image(rs):
 
 
 def open_images(folder, side):
-    return common.Images(folder, folder / "images", "train", side)
+    return data_prep.Images(folder, folder / "images", "train", side)
 
 
 def run_script(name, *flags):
@@ -386,7 +386,7 @@ class Jpegs:
     """As the release reads: decoded, resized, flipped and normalised in every epoch"""
 
     def __init__(self, folder, side):
-        self.paths = [folder / "images" / name for name in common.read_names(folder, "train")]
+        self.paths = [folder / "images" / name for name in data_prep.read_names(folder, "train")]
         self.z, self.side = common.draw_single_positives(np.load(folder / "formatted_train_labels.npy")), side
 
     def __len__(self):
@@ -637,7 +637,9 @@ if __name__ == "__main__":
     def save():
         if args.json:
             content = {"machine": machine, "quick": args.quick, "sizes": asdict(sizes)}
-            common.write_json(Path(args.json), {**content, "rows": [{**asdict(row), "met": row.met} for row in rows]})
+            data_prep.write_json(
+                Path(args.json), {**content, "rows": [{**asdict(row), "met": row.met} for row in rows]}
+            )
 
     save()  # a file that can't be written is to be met here, not after the first item
     print(", ".join(f"{name} {value}" for name, value in machine.items()) + f"\n\n{HEADER}", flush=True)

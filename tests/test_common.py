@@ -19,6 +19,7 @@ import aevlp
 import an
 import baselines
 import common
+import data_prep
 import em_apl
 import lac
 import ll
@@ -290,7 +291,7 @@ def test_pixels_are_the_squash_resize_with_and_without_cache(own):
     assert not before.cached
     assert np.array_equal(before[np.arange(12)], expected)
     np.save(own / "cache_train_32.npy", expected)
-    (own / "cache_train_32.json").write_text(json.dumps({"images": common.hash_names(names)}))
+    (own / "cache_train_32.json").write_text(json.dumps({"images": data_prep.hash_names(names)}))
     after = common.load(arguments(own)).train.images
     assert after.cached
     assert np.array_equal(after[np.array([7, 2])], expected[[7, 2]])
@@ -352,7 +353,7 @@ def broken(own, what):
             with open(own / "cache_train_32.npy", "r+b") as file:
                 file.truncate(5000)
             names = np.load(images)
-            (own / "cache_train_32.json").write_text(json.dumps({"images": common.hash_names(names)}))
+            (own / "cache_train_32.json").write_text(json.dumps({"images": data_prep.hash_names(names)}))
             return "can't be read"
         case "json":
             (own / "dataset.json").write_text("{")
@@ -537,13 +538,13 @@ def test_a_backbone_that_can_not_take_the_images_gives_one_sentence():
 
 
 def test_a_dollar_is_a_dollar(tmp_path):
-    plt = common.pyplot()
+    plt = data_prep.pyplot()
     figure = plt.figure()
     figure.text(0, 0, "from $5_ to $10^")  # as mathematics this is an error
     figure.savefig(tmp_path / "figure.png")
     plt.close(figure)
     for script in ROOT.glob("*.py"):
-        assert ("matplotlib.pyplot" in script.read_text()) == (script.name == "common.py")
+        assert ("matplotlib.pyplot" in script.read_text()) == (script.name == "data_prep.py")
 
 
 def test_small_backbone_keeps_a_map_of_8():

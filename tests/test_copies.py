@@ -21,6 +21,7 @@ from conftest import (
 )
 
 import common
+import data_prep
 
 FLAGS = (*SMALL, "--workers", 0, "--epochs", 3)
 
@@ -178,7 +179,7 @@ def test_a_changed_forward_in_a_script_with_a_hyphen(squares, workplace):
     settings = json.loads((killed / "config.json").read_text())["settings"]
     model = common.Classifier(common_args(settings), 4)
     model.load_state_dict(best["model"])
-    pixels = torch.tensor(common.decode(image, 32))[None]
+    pixels = torch.tensor(data_prep.decode(image, 32))[None]
     with torch.no_grad():
         logits = model.eval()(common.as_pixels(pixels))[0]
     torch.testing.assert_close(predicted, (3 * logits + 1).sigmoid(), rtol=0, atol=1e-4)
@@ -289,7 +290,7 @@ def test_a_new_metric_gets_its_column_and_panel(squares, workplace, monkeypatch)
     rows = [{name: float(value) for name, value in row.items() if value} for row in metrics(only_run(workplace))]
     assert all(row["spread_of_logits"] > 0 for row in rows)
     drawn = []
-    monkeypatch.setattr(common, "save_figure", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(data_prep, "save_figure", lambda figure, path: drawn.append(figure))
     common.plot_curve(rows, 1, workplace / "curve.png")
     panels = {axis.get_title(): axis for axis in drawn[0].axes if axis.get_visible()}
     assert list(panels) == ["loss", "mAP", "spread"]

@@ -212,7 +212,7 @@ def test_several_processes_decode_what_one_does(tmp_path):
     picture(tmp_path / "photos/a/77.png", size=(20, 20), seed=77)
     folder = data_prep.prepare(args)
     cache, listed = np.load(folder / "cache_train_16.npy"), np.load(folder / "formatted_train_images.npy")
-    expected = np.stack([common.decode(tmp_path / "photos" / name, 16) for name in listed])
+    expected = np.stack([data_prep.decode(tmp_path / "photos" / name, 16) for name in listed])
     assert np.array_equal(cache, expected)
 
 
@@ -231,7 +231,7 @@ def test_processes_that_decode_leave_ctrl_c_to_the_main_one(tmp_path, monkeypatc
 def test_sixteen_bit_grey_is_not_cut_off(tmp_path):
     ramp = np.tile(np.linspace(0, 65535, 64).astype(np.uint16), (64, 1))
     Image.fromarray(ramp).save(tmp_path / "x.png")
-    pixels = common.decode(tmp_path / "x.png", 64)
+    pixels = data_prep.decode(tmp_path / "x.png", 64)
     assert pixels[0, :, 0].tolist() == (ramp[0] >> 8).tolist()
 
 
@@ -262,11 +262,11 @@ def test_caching_goes_on_where_it_was_stopped(voc, expect, monkeypatch):
 def test_a_half_written_data_set_is_refused(voc, expect):
     expect("voc", 20, (2, 2, None), (1, 2, None))
     folder = data_prep.prepare(settings("voc", voc, raw=str(voc / "raw")))
-    (folder / common.UNFINISHED).touch()
+    (folder / data_prep.UNFINISHED).touch()
     with pytest.raises(SystemExit, match="half prepared"):
         common.load(an.Args(dataset=str(folder), image_size=16))
     data_prep.prepare(settings("voc", voc, raw=str(voc / "raw")))
-    assert not (folder / common.UNFINISHED).exists()
+    assert not (folder / data_prep.UNFINISHED).exists()
 
 
 # ---- COCO
@@ -667,7 +667,7 @@ def test_a_changed_table_is_taken_up(pets, tmp_path):
     )
     folder = data_prep.prepare(settings("custom", tmp_path, **{**pets, "test": ""}))
     assert np.load(folder / "formatted_train_images.npy").tolist() == ["10.png", "0.png", "2.png"]
-    assert np.array_equal(np.load(folder / "cache_train_16.npy")[0], common.decode(tmp_path / "photos/10.png", 16))
+    assert np.array_equal(np.load(folder / "cache_train_16.npy")[0], data_prep.decode(tmp_path / "photos/10.png", 16))
 
 
 def test_files_that_others_made_are_not_overwritten(pets, tmp_path):

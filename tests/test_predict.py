@@ -17,6 +17,7 @@ from PIL import Image
 
 import an
 import common
+import data_prep
 import predict
 import pu_mlc
 
@@ -452,7 +453,9 @@ def test_photos_are_turned_as_the_camera_held_them(workplace):
     Image.fromarray(pixels).save("turned.png", exif=exif)
     Image.fromarray(np.rot90(pixels, -1)).save("upright.png")
     assert torch.equal(predict.read_pixels("turned.png", 20), predict.read_pixels("upright.png", 20))
-    assert not np.array_equal(common.decode("turned.png", 20), common.decode("upright.png", 20))  # training: as ever
+    assert not np.array_equal(
+        data_prep.decode("turned.png", 20), data_prep.decode("upright.png", 20)
+    )  # training: as ever
 
 
 def test_what_is_transparent_is_white(workplace):

@@ -26,6 +26,7 @@ from conftest import (
 
 import an
 import common
+import data_prep
 import scenes
 
 
@@ -154,8 +155,8 @@ def test_neither_workers_nor_the_cache_change_a_run(script, workplace):
         script(*command, "--workers", workers, "--out", f"workers {workers}")
     for part in ("train", "val"):
         names = np.load(folder / f"formatted_{part}_images.npy")
-        np.save(folder / f"cache_{part}_32.npy", np.stack([common.decode(folder / "images" / n, 32) for n in names]))
-        (folder / f"cache_{part}_32.json").write_text(json.dumps({"images": common.hash_names(names)}))
+        np.save(folder / f"cache_{part}_32.npy", np.stack([data_prep.decode(folder / "images" / n, 32) for n in names]))
+        (folder / f"cache_{part}_32.json").write_text(json.dumps({"images": data_prep.hash_names(names)}))
     for workers in (0, 4):
         script(*command, "--workers", workers, "--out", f"cache, workers {workers}")
     first, *others = (next(path.iterdir()) for path in sorted(workplace.glob("*workers*")))

@@ -12,6 +12,7 @@ from conftest import ROOT, finish, only_run, start
 
 import an
 import common
+import data_prep
 import scenes
 
 pytestmark = pytest.mark.xdist_group("scenes")  # one process makes them, for all tests here
@@ -72,7 +73,7 @@ def test_pixels_are_those_of_the_pinned_pillow_and_matplotlib(made):
 def test_files_and_cache_agree(made):
     names, pixels = np.load(made / "formatted_val_images.npy"), np.load(made / "cache_val_64.npy", mmap_mode="r")
     for i in (0, 777, 1999):
-        assert np.array_equal(common.decode(made / "images" / names[i], 64), pixels[i])
+        assert np.array_equal(data_prep.decode(made / "images" / names[i], 64), pixels[i])
 
 
 def test_scenes_have_the_shape_of_the_field(made):

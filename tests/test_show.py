@@ -16,6 +16,7 @@ from PIL import Image
 
 import aevlp
 import common
+import data_prep
 import predict
 import show
 
@@ -64,13 +65,13 @@ def draw(script, workplace):
 @pytest.fixture
 def figures(monkeypatch):
     """The figures that show.py saves, {file name: figure}"""
-    found, save = {}, common.save_figure
+    found, save = {}, data_prep.save_figure
 
     def keep(figure, path):
         found[path.name] = figure
         save(figure, path)
 
-    monkeypatch.setattr(common, "save_figure", keep)
+    monkeypatch.setattr(data_prep, "save_figure", keep)
     return found
 
 

@@ -22,6 +22,7 @@ from conftest import (
 from PIL import Image
 
 import common
+import data_prep
 import em_apl
 import scenes
 import vlpl
@@ -290,8 +291,8 @@ def test_clip_gets_the_files_pixels_whatever_the_models_size_is(workplace):
     folder = write_dataset(workplace / "own", n_train=5, n_test=4)
     images = common.load(vlpl.Args(dataset=str(folder), image_size=16)).train.images
     names = [folder / "images" / name for name in images.names]
-    np.save(folder / "cache_train_16.npy", np.stack([common.decode(path, 16) for path in names]))
-    (folder / "cache_train_16.json").write_text(json.dumps({"images": common.hash_names(images.names)}))
+    np.save(folder / "cache_train_16.npy", np.stack([data_prep.decode(path, 16) for path in names]))
+    (folder / "cache_train_16.json").write_text(json.dumps({"images": data_prep.hash_names(images.names)}))
     images = common.load(vlpl.Args(dataset=str(folder), image_size=16)).train.images
     assert images.cached
     seen = images.from_files(32, Image.Resampling.BICUBIC)[np.arange(5)]
