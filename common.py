@@ -1,5 +1,6 @@
 """What every method script shares: settings, data, model, CLIP, run, metrics. No method lives here."""
 
+import atexit
 import csv
 import ctypes
 import difflib
@@ -18,11 +19,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+import zipfile
+import zlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +49,7 @@ from data_prep import die, draw_known_positives, draw_single_positives, read_jso
 
 EVAL_BATCH = 64
 NO_RESULTS = ("epoch", "seconds", "images_per_s")  # columns of metrics.csv that are neither printed nor drawn
+SILENCE = 40  # seconds without a sign of life after which a process counts as dead
 CHECK_EVERY = 50  # steps between two checks of the losses: each one waits for the device
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -62,6 +68,7 @@ ShareBelow1 = Annotated[float, Limit("at least 0 and below 1", lambda value: 0 <
 Count = Annotated[int, Limit("at least 1 and below 2^31", lambda value: 1 <= value < 2**31)]
 Natural = Annotated[int, Limit("at least 0 and below 2^31", lambda value: 0 <= value < 2**31)]
 NaturalOrMinus1 = Annotated[int, Limit("at least -1 and below 2^31", lambda value: -1 <= value < 2**31)]
+Workers = Annotated[int, Limit("between -1 and 256", lambda value: -1 <= value <= 256)]
 
 
 @dataclass
@@ -71,27 +78,40 @@ class Args:
     dataset: str = "scenes"  # data set: scenes, voc, voc2007, coco, nus, cub, a folder of data_root, or a path
     data_root: str = "data"  # folder of the data sets and embeddings
     out: str = "runs"  # folder of the run directories
+    name: str = ""  # run directory <out>/<name>, which the same command resumes; default: data set, method, seed, time
     seed: Natural = 0  # seed of weights, order and flips; split and observed labels don't depend on it
     linear: bool = False  # linear probing: frozen backbone, images embedded once, only the head is trained
     init_from: str = ""  # run directory whose best weights are the initial ones
     known_ratio: Share = 0.0  # share of ALL positives that is observed (0: one positive per image)
     device: str = "auto"  # device: auto, cpu, cuda, cuda:1, ...
-    workers: NaturalOrMinus1 = -1  # loader threads (-1: automatic); no effect on results
+    workers: Workers = -1  # loader threads (-1: automatic); no effect on results
     amp: Literal["auto", "bf16", "fp16", "off"] = "auto"  # mixed precision (auto: bf16 or fp16 on CUDA, off on a CPU)
     compile: bool = False  # torch.compile of the model
     tensorboard: bool = False  # TensorBoard events beside metrics.csv
     resume: str = ""  # run directory to resume
     eval_only: str = ""  # run directory whose best weights are evaluated, without training
+    save_minutes: NonNegative = 10.0  # minutes between checkpoints inside an epoch (0: only at its end)
     max_steps: Natural = 0  # number of steps after which training ends (0: no limit)
     smoke: bool = False  # smoke test: every epoch, pseudo-label round and stage, on a few images
 
 
-RESUME_MAY_CHANGE = {"data_root", "out", "device", "workers", "tensorboard", "resume", "eval_only"}
+RESUME_MAY_CHANGE = {
+    "data_root",
+    "out",
+    "name",
+    "device",
+    "workers",
+    "tensorboard",
+    "resume",
+    "eval_only",
+    "save_minutes",
+}
 
 
 def parse(args_class, presets, argv=None):
     """Command line -> args_class. Precedence: default < presets[dataset] < command line; with --resume or --eval_only
     the run's own settings replace the first two. With --known_ratio, presets["<dataset> partial"] if there is one."""
+    sys.excepthook = data_prep.explain
     argv = sys.argv[1:] if argv is None else argv
     if missing := {"epochs", "batch_size", "image_size"} - {field.name for field in fields(args_class)}:
         die(f"Args lacks {', '.join(sorted(missing))}, which common.py reads: put the field back")
@@ -106,6 +126,9 @@ def parse(args_class, presets, argv=None):
     if refused := [f"--{name}" for name in changed if earlier and name not in RESUME_MAY_CHANGE]:
         die(f"{earlier} keeps its own settings: leave out {', '.join(refused)}, or start a new run")
     check_ranges(args)
+    if args.name and (earlier or not re.fullmatch(r"\w[\w.+-]*", args.name)):
+        reason = "--resume and --eval_only have a directory" if earlier else "letters, digits and . + - _ make a name"
+        die(f"--name {args.name}: {reason}")
     return args
 
 
@@ -130,7 +153,7 @@ def preset_settings(args_class, presets, dataset, known_ratio):
 
 
 def read_run_settings(args_class, run):
-    config = read_json(Path(run) / "config.json", f"{run} is not a run directory")
+    config = read_config(Path(run))
     try:  # JSON has no tuples
         settings = {name: tuple(v) if isinstance(v, list) else v for name, v in config["settings"].items()}
         return replace(args_class(**settings), resume="", eval_only="")
@@ -138,7 +161,29 @@ def read_run_settings(args_class, run):
         die(f"{run} was made by another script or version ({problem})")
 
 
-# -- files and processes, for all rooms
+def read_config(run):
+    """config.json of a run directory"""
+    kinds = {"method": str, "settings": dict, "processes": int, "launch": str, "working_directory": str, "command": str}
+    config = read_json(run / "config.json", f"{run} is not a run directory", **kinds)
+    if missing := {"method", "settings", "processes"} - config.keys():
+        die(f"{run}/config.json lacks {', '.join(sorted(missing))}: it is not a run's, or of an old version")
+    return config
+
+
+def identity(method, settings):
+    """All that decides a run's results, as JSON has it: the settings by their flags, and the script"""
+    kept = {f"--{name}": value for name, value in settings.items() if name not in RESUME_MAY_CHANGE}
+    kept["--dataset"] = Path(settings["dataset"]).name  # its folder may be moved
+    return json.loads(json.dumps({"script": f"{method}.py", **kept}))
+
+
+def differences(then, now):
+    """Between two identities, in words"""
+    names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    return ", ".join(f"{name} was {then.get(name)} and is {now.get(name)}" for name in names)
+
+
+# -- processes, for all rooms
 
 
 def in_a_line(problem):
@@ -182,6 +227,21 @@ def gather(mine, n):
     everyone = [torch.empty_like(mine) for _ in range(world())]
     dist.all_gather(everyone, mine)
     return torch.stack(everyone, 1).flatten(0, 1)[:n]
+
+
+def gather_objects(mine):
+    """Every rank's value, on every rank"""
+    values = [mine] * world()
+    if world() > 1:
+        dist.all_gather_object(values, mine)
+    return values
+
+
+def leave():
+    """Ends the group of processes when all have come here: rank 0 may still have been writing"""
+    if world() > 1:
+        barrier()
+        dist.destroy_process_group()
 
 
 def progress(items, what, **more):
@@ -239,7 +299,7 @@ class Data:
 def load(args, device="cpu"):
     """The data set of --dataset, its labels on `device`"""
     folder = find_dataset(args)
-    info = read_json(folder / "dataset.json", "") if (folder / "dataset.json").exists() else {}
+    info = data_prep.read_dataset(folder) if (folder / "dataset.json").exists() else {}
     default_images = folder / "images" if (folder / "images").is_dir() else folder
     image_folder, upright = folder / info.get("image_folder", default_images.resolve()), info.get("upright", False)
     there = lambda name: (folder / f"formatted_{name}.npy").exists()
@@ -270,6 +330,9 @@ def load(args, device="cpu"):
     test = split("val") if "val" in y else None
     if args.smoke:  # two batches and a short one
         train, val, test = train.first(2 * args.batch_size + 3), val and val.first(16), test and test.first(16)
+    gigabytes = min(len(train), args.batch_size) * args.image_size**2 * 15 / 1e9  # of a batch, as bytes and as floats
+    if hasattr(os, "sysconf") and gigabytes > (here := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9):
+        die(f"a batch alone takes {gigabytes:.0f} of {here:.0f} GB: lower --batch_size or --image_size")
     return Data(classes, train, val, test)
 
 
@@ -444,11 +507,24 @@ def read_state(path):
             from safetensors.torch import load_file
 
             return load_file(path)
+        if zipfile.is_zipfile(path) and (damaged := zipfile.ZipFile(path).testzip()):  # torch doesn't look
+            raise ValueError(f"{damaged} in it has changed on the disk")
         return dict(torch.load(path, map_location="cpu", weights_only=True))
     except FileNotFoundError:
         die(f"there is no file {path}")
     except Exception as problem:  # truncated archives and foreign pickles raise all sorts
         die(f"{path} is not a whole file of weights: {str(problem).splitlines()[0]}")
+
+
+def read_checkpoint(path):
+    """A run's last.pt, best.pt or stage1.pt, if it is whole and belongs to the run whose directory it is in"""
+    checkpoint, config = read_state(path), read_config(path.parent)
+    needed = {"last.pt": {"run", "scaler", "embedding_seconds"}, "best.pt": {"model_class", "probe"}}
+    if missing := ({"model", "classes", "identity"} | needed.get(path.name, set())) - checkpoint.keys():
+        die(f"{path} lacks {', '.join(sorted(missing))}: it is not a run's checkpoint, or of an old version")
+    if apart := differences(checkpoint["identity"], identity(config["method"], config["settings"])):
+        die(f"{path} is a checkpoint of another run: {apart}")
+    return checkpoint
 
 
 def start_from(args):
@@ -463,11 +539,11 @@ def start_from(args):
 
 def load_weights(model, path, classes=None):
     """The model of a run's checkpoint into one of the same make, and of the same classes if they are given"""
-    checkpoint = read_state(path)
-    state, trained = checkpoint.get("model", {}), checkpoint.get("classes")
+    checkpoint = read_checkpoint(Path(path))
+    state, trained = checkpoint["model"], checkpoint["classes"]
     if {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in model.state_dict().items()}:
         die(f"{path} doesn't fit the model: it has another --backbone, other layers or another number of classes")
-    if classes and trained and classes != trained and data_prep.nameless(len(classes)) not in (classes, trained):
+    if classes and classes != trained and data_prep.nameless(len(classes)) not in (classes, trained):
         was, now = next((a, b) for a, b in zip(trained, classes) if a != b)
         die(f"{path} was trained for other classes than the data set has now, or in another order: {was} is now {now}")
     model.load_state_dict(state)
@@ -479,7 +555,9 @@ def probe(model, size):
     """Logits of two made-up images, kept beside the weights: a model that is built again must give the same"""
     x = torch.rand(2, 3, 5, 5, generator=torch.Generator().manual_seed(0))
     x = F.interpolate(x, (size, size), mode="bilinear").to(next(model.parameters()).device)
-    return model.eval().forward(x).float().cpu()  # forward: not what --compile made of it
+    training, logits = model.training, model.eval().forward(x).float().cpu()  # forward: not what --compile made of it
+    model.train(training)
+    return logits
 
 
 def check_probe(model, size, checkpoint, path):
@@ -517,39 +595,58 @@ class EmbeddingCache:
         all that decides the values. Chunks are files: a killed run leaves whole ones, concurrent runs do no harm."""
         folder = self.folder / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
         whole, size = folder / "all.npy", 8 * EVAL_BATCH
-        if not broadcast(whole.exists()):
+        if not broadcast(rank() > 0 or read_rows(whole, n) is not None):
             data_prep.make_folder(folder)
             starts = range(0, n, size)
             parts = {folder / f"{at:09d}-{size}.npy": in_batches(np.arange(at, min(at + size, n))) for at in starts}
-            mine = {part: parts[part] for part in list(parts)[rank() :: world()] if not part.exists()}
+            rows_in = {part: sum(map(len, batches)) for part, batches in parts.items()}
+            mine = {
+                part: parts[part] for part in list(parts)[rank() :: world()] if read_rows(part, rows_in[part]) is None
+            }
             total, started = sum(len(idx) for batches in mine.values() for idx in batches), time.perf_counter()
             for part in progress(mine, f"embedding {what}", unit=f" x {size} {unit}"):
-                rows = torch.cat([batch.float().cpu() for batch in encode(mine[part])])
-                with replacing(part) as temporary, open(temporary, "wb") as file:
-                    np.save(file, rows.numpy())
+                write_rows(part, [batch.float().cpu().numpy() for batch in encode(mine[part])])
             if rank() == 0 and total:
                 seconds = time.perf_counter() - started
                 print(f"embedded {what}: {total} in {seconds:.1f} s, {total / seconds:.0f} {unit}/s", flush=True)
                 self.seconds += seconds
             barrier()
-            if rank() == 0:
-                join_parts(list(parts), whole)
+            chunks = [read_rows(part, rows_in[part]) for part in parts] if rank() == 0 else [None]
+            if not any(chunk is None for chunk in chunks):  # else another run was first, and has tidied up
+                write_rows(whole, chunks)
+            for part in parts if rank() == 0 else ():
+                part.unlink(missing_ok=True)
         barrier()
-        return np.load(whole, mmap_mode="r", allow_pickle=False)
+        rows = np.load(whole, mmap_mode="r", allow_pickle=False) if whole.exists() else None
+        return die(f"{whole} has been deleted: start again") if rows is None else rows
 
 
-def join_parts(parts, whole):
-    """Chunks of an embedding -> one file. Another process may do the same at the same time."""
+def write_rows(path, arrays):
+    """An .npy file of the rows of all arrays, with their CRC-32 behind them"""
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        shape, crc = (sum(map(len, arrays)), arrays[0].shape[1]), 0
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
+        for rows in arrays:
+            crc = zlib.crc32(np.ascontiguousarray(rows), crc)
+            file.write(rows.tobytes())
+        file.write(crc.to_bytes(4, "little"))
+
+
+def read_rows(path, n):
+    """What write_rows wrote, memory-mapped; None if there is no file, or one that is damaged, which is deleted"""
     try:
-        arrays = [np.load(part, mmap_mode="r", allow_pickle=False) for part in parts]
-        with replacing(whole) as temporary:
-            shape = sum(map(len, arrays)), arrays[0].shape[1]
-            np.concatenate(arrays, out=np.lib.format.open_memmap(temporary, "w+", np.float32, shape))
+        rows = np.load(path, mmap_mode="r", allow_pickle=False)
+        with open(path, "rb") as file:
+            file.seek(rows.offset + rows.nbytes)
+            if rows.ndim == 2 and len(rows) == n and file.read() == zlib.crc32(rows).to_bytes(4, "little"):
+                return rows
     except FileNotFoundError:
-        if not whole.exists():  # else the other one was first, and has tidied up
-            raise
-    for part in parts:
-        part.unlink(missing_ok=True)
+        return None
+    except (OSError, ValueError, EOFError, SyntaxError, AttributeError):  # what numpy raises at damaged headers
+        pass
+    print(f"{path} is damaged: these embeddings are computed again", file=sys.stderr)
+    path.unlink(missing_ok=True)
+    return None
 
 
 class Clip:
@@ -698,7 +795,51 @@ def join_processes(args):
     return device, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(amp)
 
 
+def launch():
+    """What the processes that torchrun starts again have in common with the first ones; "" without torchrun"""
+    there = dist.is_torchelastic_launched()
+    return f"{platform.node()} {os.getppid()} {os.environ['TORCHELASTIC_RUN_ID']}" if there else ""
+
+
+def watch_processes():
+    """Starts a thread that ends this process when torchrun is gone, or another process gives no sign of life: a
+    collective operation would wait for it until its time-out, half an hour"""
+    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    key, parent, stop = f"alive-{os.environ['TORCHELASTIC_RESTART_COUNT']}-", os.getppid(), threading.Event()
+
+    def silent(store):
+        """Why this process should end, as soon as there is a reason; "" when it ends itself"""
+        beats, awake = {}, time.monotonic()
+        while not stop.wait(2):
+            store.set(f"{key}{rank()}", str(time.monotonic()))
+            slept, awake = time.monotonic() - awake > SILENCE / 2, time.monotonic()  # suspended, with all the others
+            for other in range(world()):
+                beat = store.get(f"{key}{other}") if store.check([f"{key}{other}"]) else None
+                if slept or beat != beats.get(other, (None,))[0] or beat is None:
+                    beats[other] = beat, awake
+                elif awake - beats[other][1] > SILENCE:
+                    return f"process {other} has given no sign of life for {SILENCE} s"
+            if os.getppid() != parent:
+                return "torchrun is gone"
+        return ""
+
+    def watch():
+        try:
+            timeout = timedelta(seconds=SILENCE)
+            reason = silent(dist.TCPStore(*where, is_master=False, wait_for_workers=False, timeout=timeout))
+        except RuntimeError as problem:
+            reason = f"the other processes can't be reached ({in_a_line(problem)[:100]})"
+        if reason and dist.is_initialized() and not stop.is_set():
+            print(f"error: {reason}: process {rank()} ends", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    atexit.register(lambda: (stop.set(), thread.join(5)))
+
+
 RESERVED = {"run", "scaler", "classes", "embedding_seconds", "probe", "model_class", "epoch", "thresholds"}
+RESERVED |= {"identity", "inside"}
 
 
 def check_state(name, thing):
@@ -733,59 +874,110 @@ def seed_all(seed):
     random.seed(seed)
 
 
+def random_state(restored=None):
+    """State of all global generators, as a checkpoint can hold it; `restored` is put back"""
+    if restored:
+        torch.set_rng_state(restored["torch"])
+        torch.cuda.set_rng_state_all(restored["cuda"])
+        kind, keys, *rest = restored["numpy"]
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+        random.setstate(restored["python"])
+    kind, keys, *rest = np.random.get_state()
+    state = {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+    }
+    return state | {"numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest), "python": random.getstate()}
+
+
 class Run:
     """The plumbing around a script's loop: device, precision, processes, directory, log, checkpoints, evaluation"""
 
     def __init__(self, args, script):
         self.args, self.script, self.method = args, Path(script), Path(script).stem
         self.device, self.dtype = join_processes(args)
+        args.resume = broadcast(self.find_earlier() if rank() == 0 else None)
+        if args.resume is None:
+            leave()
+            sys.exit(0)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         if args.batch_size < world():
             die(f"--batch_size {args.batch_size} can't be shared by {world()} processes")
         self.loader = Loader(args, self.device)
         self.cache = EmbeddingCache(args.data_root, self.loader)
-        self.data = self.directory = None  # from prepare() on
+        self.data = self.directory = self.lock = None  # from prepare() on
         self.in_model, self.state, self.summaries = set(), {}, {}  # ids of the model's weights; what last.pt carries
+        self.checkpoint, self.saved, self.passes = (
+            {},
+            time.monotonic(),
+            0,
+        )  # last.pt where it is resumed inside an epoch
         self.epoch, self.last_epoch, self.steps = 0, args.epochs, 0
         self.rows, self.earlier = [], []  # a row of metrics per epoch; results of the stages before the last
         self.best = {"epoch": 0, "val_mAP": -1.0}
         self.seen, self.began, self.training_began = 0, 0.0, 0.0  # images and times of this epoch
         self.logged, self.counts, self.unchecked, self.batch = {}, [], [], 0  # of this epoch too
-        self.idx, self.weight = None, 1.0  # this batch
+        self.idx, self.weight, self.stepped = None, 1.0, True  # this batch
         if args.tensorboard and not importlib.util.find_spec("tensorboard"):
             die("--tensorboard needs one more package: pip install tensorboard")
-        signal.signal(signal.SIGINT, self.interrupt)
+        for name in {"SIGINT", "SIGTERM", "SIGUSR1"} & set(dir(signal)):
+            signal.signal(getattr(signal, name), self.interrupt)
+        if world() > 1:
+            watch_processes()
         seed_all(args.seed)
 
     def autocast(self):
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None)
 
-    def interrupt(self, *_):
-        """Ctrl-C. Whatever it interrupts, files are whole: they are replaced, not changed"""
-        signal.signal(signal.SIGINT, signal.SIG_IGN if world() > 1 else signal.default_int_handler)
+    def interrupt(self, number, _):
+        """Ctrl-C, SIGTERM or SIGUSR1. Whatever they interrupt, files are whole: they are replaced, not changed"""
+        signal.signal(number, signal.SIG_IGN if world() > 1 else signal.SIG_DFL)
         if self.directory and rank() == 0 and not self.args.eval_only:
             start = "python" if world() == 1 else "torchrun ..."
             print(f"\nstopped; resume with: {start} {sys.argv[0]} --resume {self.directory}", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(130 if number == signal.SIGINT else 143)
 
     # -- directory and model
 
+    def find_earlier(self):
+        """The run that this command resumes: that of --resume, of --name, or of the processes that torchrun has started
+        again; "" where it begins, None where it has ended"""
+        args, named = self.args, Path(self.args.out, self.args.name)
+        given = args.resume or args.eval_only or (str(named) if args.name and (named / "config.json").exists() else "")
+        if launch() and not (given or args.name):
+            configs = [
+                path for path in Path(args.out).glob("*/config.json") if json.dumps(launch()) in path.read_text()
+            ]
+            given = str(configs[0].parent) if configs else ""
+        if not given:
+            return ""
+        config, path = read_config(Path(given)), Path(given, "result.json")
+        if config["method"] != self.method:
+            die(f"{given} was made by {config['method']}.py: give it to that script")
+        if apart := differences(identity(self.method, config["settings"]), identity(self.method, asdict(args))):
+            die(f"{given} is a run of other settings: {apart}. Choose another --name, or the same settings")
+        if path.exists() and not args.eval_only:
+            result = read_json(path, "", test_mAP=(float, type(None)))
+            print(f"{given}: finished" + (f", test mAP {result['test_mAP']:.2f}" if result.get("test_mAP") else ""))
+            return None
+        if not args.eval_only and config["processes"] != world():
+            print(f"note: begun with {config['processes']} processes; with {world()} the numbers differ a little")
+        return "" if args.eval_only else given
+
     def open_directory(self):
-        """The directory of --resume or --eval_only, or a new one: <out>/<dataset>-<method>-s<seed>-<time>"""
+        """The directory of the run that is resumed or evaluated, or a new one: <out>/<dataset>-<method>-s<seed>-<time>"""
         args = self.args
-        if args.resume or args.eval_only:
-            directory = Path(args.resume or args.eval_only)
-            config = read_json(directory / "config.json", f"{directory} is not a run")
-            if config["method"] != self.method:
-                die(f"{directory} was made by {config['method']}.py: give it to that script")
-            if args.resume and config["processes"] != world() and rank() == 0:
-                print(f"note: begun with {config['processes']} processes; with {world()} the numbers differ a little")
-            return directory
-        directory = None
-        if rank() == 0:
+        directory = Path(args.resume or args.eval_only or f"{args.out}/{args.name}")
+        new = not (args.resume or args.eval_only)
+        if rank() == 0 and new and not args.name:
             stamp = f"{Path(args.dataset).name}-{self.method}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
             paths = (Path(args.out, stamp + f"-{n}" * (n > 1)) for n in itertools.count(1))  # of the same second
             directory = next(path for path in paths if data_prep.make_folder(path, new=True))
+        if rank() == 0 and not args.eval_only:
+            self.lock = data_prep.lock(directory)
+        if rank() == 0 and new:
+            if (directory / "config.json").exists() or (directory / "last.pt").exists():
+                die(f"{directory} was begun by another process meanwhile: start this again")
             self.describe(directory)
         return broadcast(directory)
 
@@ -797,6 +989,7 @@ class Run:
         versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
         config = {"method": self.method, "settings": asdict(self.args), "command": shlex.join(["python", *sys.argv])}
         config |= {"working_directory": os.getcwd(), "commit": commit, "versions": versions, "processes": world()}
+        config |= {"launch": launch()}
         config |= {"device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"}
         data_prep.write_json(directory / "config.json", config)
         print(f"{directory}: {self.args.dataset}, {self.device}, amp {self.dtype or 'off'}", flush=True)
@@ -877,24 +1070,31 @@ class Run:
         order = torch.randperm(n, generator=generator)
         flips = (torch.rand(n, generator=generator) < 0.5)[order] & flip
         spans = [(at, min(at + size, n)) for at in range(0, n, size) if n - at >= min_images * world()]
-        spans = spans[: self.args.max_steps - self.steps] if self.args.max_steps else spans
+        total, done = min(len(spans), self.args.max_steps - self.steps) if self.args.max_steps else len(spans), 0
+        self.training_began, self.passes = time.perf_counter(), self.passes + 1
+        if self.checkpoint:  # resumed inside an epoch: in this pass over the data, or in a later one
+            if self.passes < self.checkpoint["inside"]["pass"]:
+                return
+            done, total = self.restore_inside()
+        self.seen, spans = sum(stop - start for start, stop in spans[:total]), spans[done:total]
         shares = [slice(start + rank(), stop, world()) for start, stop in spans]
         rows, mirrored = ([values.numpy()[share] for share in shares] for values in (order, flips))
         inputs = self.inputs(split, rows, mirrored, augment)
-        self.seen, self.training_began = sum(stop - start for start, stop in spans), time.perf_counter()
         order, flips = order.to(self.device), flips.to(self.device)
-        bar = progress(inputs, f"epoch {self.epoch}/{self.last_epoch}", total=len(spans))
-        for (start, stop), share, x in zip(spans, shares, bar):
+        bar = progress(inputs, f"epoch {self.epoch}/{self.last_epoch}", total=total, initial=done)
+        for at, ((start, stop), share, x) in enumerate(zip(spans, shares, bar), done + 1):
             if flip and not split.features:
                 x = torch.where(flips[share].view(-1, *[1] * (x.ndim - 1)), x.flip(-1), x)
             self.idx, self.weight = order[share], len(x) * world() / (stop - start)
             yield x, split.z[self.idx], self.idx
+            self.save_inside(at, total)
 
     def backward(self, loss):
         """Gradients of a batch's loss, scaled for fp16 (before clipping: run.scaler.unscale_(optimizer)). Unequal
         shares of a batch are weighted so that the mean over processes is the batch's; it is taken by DDP for the
         model, here for what else the optimizers have (a label matrix)."""
         self.scaler.scale(loss * self.weight).backward()
+        self.stepped = False
         optimizers = [thing for thing in self.state.values() if isinstance(thing, torch.optim.Optimizer)]
         groups = [group for optimizer in optimizers for group in optimizer.param_groups] if world() > 1 else []
         for weight in (weight for group in groups for weight in group["params"]):
@@ -914,7 +1114,7 @@ class Run:
         self.scaler.update()
         for optimizer in optimizers:
             optimizer.zero_grad()
-        self.steps += 1
+        self.steps, self.stepped = self.steps + 1, True
 
     def check_losses(self):
         """Stops at a loss that is not finite. Not called every step, for it waits for the device."""
@@ -926,7 +1126,8 @@ class Run:
         self.unchecked = []
 
     def give_up(self, what):
-        die(f"{what}; {self.directory} keeps the epoch before: try a lower --lr or --amp off")
+        kept = f"; {self.directory} keeps the epoch before" if self.rows else ""
+        die(f"{what}{kept}: try a lower --lr or --amp off")
 
     # -- log
 
@@ -953,10 +1154,8 @@ class Run:
         """Means over all steps and processes of what was logged, NaNs left out, and the columns of pseudo-labels"""
         values = {name: torch.stack(logged).double() for name, logged in self.logged.items()}
         sums = {name: (v.nansum().item(), (~v.isnan()).sum().item()) for name, v in values.items()}
-        mine = sums, sum(self.counts).double().cpu() if self.counts else None
-        everyone = [mine] * world()
-        if world() > 1:  # a process may have logged what others haven't
-            dist.all_gather_object(everyone, mine)
+        # a process may have logged what others haven't
+        everyone = gather_objects((sums, sum(self.counts).double().cpu() if self.counts else None))
         names = dict.fromkeys(name for sums, _ in everyone for name in sums)
         totals = {name: np.sum([sums.get(name, (0, 0)) for sums, _ in everyone], axis=0).tolist() for name in names}
         means = {name: total / count if count else math.nan for name, (total, count) in totals.items()}
@@ -1017,6 +1216,7 @@ class Run:
             best = unwrap(models[chosen])  # and all that it takes to build it again and to check that
             about = {"model_class": [type(best).__module__, type(best).__qualname__], "classes": data.classes}
             about |= {"probe": probe(best, self.args.image_size), **self.best}
+            about["identity"] = identity(self.method, asdict(self.args))
             with replacing(self.directory / "best.pt") as temporary:
                 torch.save({"model": best.state_dict(), **about, **self.namespaces()}, temporary)
         if rank() == 0:
@@ -1050,9 +1250,9 @@ class Run:
                 print(f"{self.directory}: {in_words(val['mAP'], test)}")
         elif self.args.resume:
             self.restore()
-        while not (self.finished or self.args.eval_only):
+        while self.checkpoint or not (self.finished or self.args.eval_only):
             self.epoch += 1
-            self.logged, self.counts, self.unchecked, self.batch = {}, [], [], 0
+            self.logged, self.counts, self.unchecked, self.batch, self.passes = {}, [], [], 0, 0
             self.began = time.perf_counter()
             seed_all(self.args.seed * 10007 + self.epoch * world() + rank())  # dropout and the like
             for thing in state.values():
@@ -1066,9 +1266,8 @@ class Run:
             self.save()
         if rank() == 0 and not self.args.eval_only:
             self.report()
-        if world() > 1:
-            barrier()  # rank 0 has still been writing
-            dist.destroy_process_group()
+            self.lock.close()
+        leave()
 
     @property
     def finished(self):
@@ -1096,50 +1295,90 @@ class Run:
             check_state(name, thing)
         return {name: vars(thing) for name, thing in self.state.items() if isinstance(thing, SimpleNamespace)}
 
-    def save(self):
+    def save(self, inside=None):
+        """last.pt, at the end of an epoch or `inside` one, where every process has something of its own"""
         spaces = self.namespaces()
         values = {f"{name}.{key}": value for name, space in spaces.items() for key, value in space.items()}
-        if world() > 1:  # else rank 0's would be saved for all
+        if world() > 1 and not inside:  # else rank 0's would be saved for all
             digests = {name: hash_tensors({"": v}) if torch.is_tensor(v) else repr(v) for name, v in values.items()}
-            everyone = [None] * world()
-            dist.all_gather_object(everyone, digests)
+            everyone = gather_objects(digests)
             if apart := [name for name in digests if len({theirs.get(name) for theirs in everyone}) > 1]:
                 die(f"{apart[0]} differs between the processes: gather or reduce it before the epoch ends")
+        if inside:
+            logged = {name: torch.stack(values) for name, values in self.logged.items()}
+            own = {"spaces": spaces, "logged": logged, "counts": sum(self.counts) if self.counts else None}
+            own |= {"buffers": [b for module in self.modules() for b in module.buffers()], "random": random_state()}
+            inside = {**inside, "processes": gather_objects(own)}
+        self.saved = time.monotonic()
         if rank() > 0:
             return
         names = ("epoch", "last_epoch", "steps", "rows", "best", "earlier", "summaries")
         last = {"run": {name: getattr(self, name) for name in names}, "scaler": self.scaler.state_dict()}
         last |= {"classes": self.data.classes, "embedding_seconds": self.cache.seconds, **spaces}
         last |= {name: unwrap(thing).state_dict() for name, thing in self.state.items() if name not in spaces}
+        last |= {"identity": identity(self.method, asdict(self.args)), "inside": inside}
         last["probe"] = probe(unwrap(self.state["model"]), self.args.image_size)
         with replacing(self.directory / "last.pt") as temporary:
             torch.save(last, temporary)
+        if inside:
+            return
         self.write_metrics()
         if self.rows[-1]["seconds"] > 20:  # to be looked at while it goes on
             plot_curve(self.rows, self.best["epoch"], self.directory / "curve.png")
+
+    def save_inside(self, done, total):
+        """After `done` of the `total` batches of an epoch: a checkpoint, if --save_minutes have passed"""
+        due = 0 < self.args.save_minutes <= (time.monotonic() - self.saved) / 60
+        rarely = world() == 1 or done % CHECK_EVERY == 0  # for the processes have to agree
+        if self.stepped and rarely and broadcast(due):  # not while gradients are accumulated
+            self.check_losses()
+            now = time.perf_counter()
+            times = {"seconds": now - self.began, "training_seconds": now - self.training_began}
+            self.save({"pass": self.passes, "done": done, "total": total, "batch": self.batch, **times})
+
+    def modules(self):
+        return [unwrap(thing) for thing in self.state.values() if isinstance(thing, nn.Module)]
+
+    def load_state(self, last, spaces):
+        for name, thing in self.state.items():
+            if isinstance(thing, SimpleNamespace):
+                restore_namespace(name, thing, spaces[name], self.device)
+            else:
+                unwrap(thing).load_state_dict(last[name])
+        self.scaler.load_state_dict(last["scaler"])
+
+    def restore_inside(self):
+        """All as it was in the middle of the epoch, whatever the script has computed before its loop over the batches;
+        -> how many of how many batches are done"""
+        inside, now = self.checkpoint["inside"], time.perf_counter()
+        own = inside["processes"][rank() % len(inside["processes"])]
+        self.load_state(self.checkpoint, own["spaces"])
+        for buffer, value in zip((b for module in self.modules() for b in module.buffers()), own["buffers"]):
+            buffer.copy_(value)
+        self.logged = {name: list(values.to(self.device)) for name, values in own["logged"].items()}
+        self.counts = [] if own["counts"] is None else [own["counts"].to(self.device)]
+        self.began, self.training_began = now - inside["seconds"], now - inside["training_seconds"]
+        self.batch, self.checkpoint = inside["batch"], {}
+        random_state(own["random"])
+        return inside["done"], inside["total"]
 
     def restore(self):
         path = self.directory / "last.pt"
         if not path.exists():  # stopped in its first epoch
             return
-        for litter in self.directory.glob(".*.*.*.*") if rank() == 0 else ():  # of a write that was cut off
-            litter.unlink(missing_ok=True)
-        last = read_state(path)
+        last = read_checkpoint(path)
         if missing := [name for name in self.state if name not in last]:
             die(f"{path} has no {', '.join(missing)}, which run.epochs is given now: start a new run")
-        for name, thing in self.state.items():
-            if isinstance(thing, SimpleNamespace):
-                restore_namespace(name, thing, last[name], self.device)
-            else:
-                unwrap(thing).load_state_dict(last[name])
-        self.scaler.load_state_dict(last["scaler"])
+        self.load_state(last, last)
         self.cache.seconds = last["embedding_seconds"]
         for name, value in last["run"].items():
             setattr(self, name, value)
+        if inside := last["inside"]:
+            self.checkpoint, self.epoch = last, self.epoch - 1
         if rank() == 0:
             self.write_metrics()  # in case it was stopped between the two
-            what = "finished" if self.finished else "resumed"
-            print(f"{self.directory}: {what} after epoch {self.epoch}", flush=True)
+            done = f" and {inside['done']} of {inside['total']} batches" if inside else ""
+            print(f"{self.directory}: resumed after epoch {self.epoch}{done}", flush=True)
 
     def write_metrics(self):
         with replacing(self.directory / "metrics.csv") as temporary, open(temporary, "w", newline="") as file:
@@ -1157,8 +1396,10 @@ class Run:
         result |= {"embedding_seconds": self.cache.seconds, **self.summaries}
         result |= {"earlier_stages": self.earlier} if self.earlier else {}
         del result["epoch"]
-        data_prep.write_json(self.directory / "result.json", dict.fromkeys(result) | known(result))
         plot_curve(self.rows, best["epoch"], self.directory / "curve.png")
+        data_prep.write_json(
+            self.directory / "result.json", dict.fromkeys(result) | known(result)
+        )  # last: it has ended
         if empty:
             print(f"{len(empty)} classes have no positive in the test set and count as AP 0: {', '.join(empty)}")
         chosen = f"best epoch {best['epoch']}" if data.val else f"last epoch {best['epoch']} (no validation)"

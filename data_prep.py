@@ -10,17 +10,23 @@ Safe to kill and to run again: it does what is missing. `--check` only looks.
 
 import copy
 import csv
+import errno
+import glob
 import hashlib
 import http.client
 import importlib
+import io
 import json
 import multiprocessing
 import os
 import re
 import shutil
 import signal
+import socket
+import stat
 import sys
 import tarfile
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -28,7 +34,7 @@ import zipfile
 import zlib
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +47,11 @@ from PIL import Image, ImageOps
 from tqdm import tqdm
 
 import scenes
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 # ---- 1. Settings
 
@@ -67,26 +78,78 @@ class Args:
 
 PROTOCOL_SEED = 1200  # of the split and of the observed labels (Cole et al. 2021); never that of a run
 UNFINISHED = "UNFINISHED"  # marker file in a data set's folder while this script writes there
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")  # not EPS: it runs programs
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what PIL raises at damaged images
 
 
 def die(message):
     """Ends the program with one sentence instead of a traceback"""
-    raise SystemExit(f"error: {message}")
+    raise SystemExit("error: " + "\n".join(map(printable, str(message).split("\n"))))
 
 
-def printable(path):
-    """A file's name need not be UTF-8"""
-    return os.fsencode(path).decode(errors="backslashreplace")
+def printable(name):
+    """Text that a terminal shows and doesn't obey: control characters, and bytes that are not UTF-8, as escapes"""
+
+    def escape(found):
+        code = ord(found[0])
+        code -= 0xDC00 if 0xDC80 <= code <= 0xDCFF else 0  # a byte, as Python keeps it in a file's name
+        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+    return re.sub("[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", escape, str(name))
 
 
-def read_json(path, otherwise):
+def cell(name):
+    """Text for a CSV file, which no spreadsheet takes for a formula"""
+    return "'" * str(name).startswith(("=", "+", "-", "@", "\t", "\r")) + printable(name)
+
+
+EXPECTED_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE}
+EXPECTED_ERRORS |= {errno.ENOMEM, errno.EFBIG, errno.EIO, errno.ESTALE, errno.ENAMETOOLONG, errno.ELOOP}
+
+
+def explain(kind, problem, trace):
+    """sys.excepthook of all scripts: one sentence where the machine is at fault; a bug keeps its traceback"""
+    text, sentence = str(problem), None
+    if isinstance(problem, BrokenPipeError):
+        sentence = "nobody reads the output any more"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be flushed
+    elif isinstance(problem, OSError) and problem.errno in EXPECTED_ERRORS:
+        sentence = f"{problem.strerror}: {problem.filename or 'a file or device'}"
+    elif isinstance(problem, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
+        sentence = "out of memory: try a smaller --batch_size or --image_size, or fewer --workers"
+    elif "can't start new thread" in text:
+        sentence = "no more threads can be started: lower --workers, or raise the limit (ulimit -u)"
+    elif kind.__name__.startswith("Dist") or "Connection closed by peer" in text or "Connection reset by peer" in text:
+        sentence = "another process of this run has ended"
+    if sentence:
+        print(f"error: {printable(sentence)}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, problem, trace)
+
+
+def read_json(path, otherwise, **kinds):
+    """The object in a JSON file; `kinds` are the types of those values that are there: str, [str], {str: int}, ..."""
     try:
-        return json.loads(Path(path).read_text())
+        content = json.loads(Path(path).read_text())
     except FileNotFoundError:
         die(f"{otherwise} (there is no {path})")
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         die(f"{path} can't be read: {problem}")
+    if not isinstance(content, dict):
+        die(f"{path} should hold an object {{...}}, not a {type(content).__name__}")
+    for name, kind in kinds.items():
+        if name in content and not fits(content[name], kind):
+            wanted = re.sub("<class '(\\w+)'>", r"\1", str(kind))
+            die(f"{path}: {name} should be {wanted}, not {str(content[name])[:50]!r}")
+    return content
+
+
+def fits(value, kind):
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(fits(item, kind[0]) for item in value)
+    if isinstance(kind, dict):
+        return isinstance(value, dict) and all(fits(item, *kind.values()) for item in value.values())
+    return isinstance(value, kind)
 
 
 def write_json(path, content):
@@ -96,15 +159,75 @@ def write_json(path, content):
 
 @contextmanager
 def replacing(path):
-    """A temporary path that replaces `path` if the block raises nothing: readers see old or new, never half"""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    """A temporary path that replaces `path` if the block raises nothing: readers see old or new, never half, after a
+    power cut too. A link's target is replaced; what is no regular file (a device, a FIFO) is written to."""
+    special = (path.exists() and not path.is_file()) or path.absolute().is_relative_to("/dev")
+    target = path if special else Path(os.path.realpath(path))
+    stem, folder = (
+        f".{target.name[:100]}.{socket.gethostname()}.",
+        Path(tempfile.gettempdir()) if special else target.parent,
+    )
+    temporary = folder / f"{stem}{os.getpid()}.{time.monotonic_ns()}"
     try:
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        for litter in folder.glob(f"{glob.escape(stem)}*"):  # of writes that were killed
+            if (pid := litter.name[len(stem) :].split(".")[0]).isdigit() and not is_running(int(pid)):
+                litter.unlink(missing_ok=True)
         yield temporary
-        os.replace(temporary, path)
+        if special:
+            with open(temporary, "rb") as source, open(path, "wb") as sink:
+                shutil.copyfileobj(source, sink)
+        else:
+            sync(temporary)
+            os.replace(temporary, target)
+            sync(folder)
     except (OSError, RuntimeError) as problem:
         die(f"{path} can't be written ({problem}); the previous version is intact")
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync(path):
+    """To the disk, so that a power cut after a rename leaves no empty file"""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:
+        if Path(path).is_file():  # not every file system does it for folders
+            raise
+    finally:
+        os.close(handle)
+
+
+def is_running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def lock(folder):
+    """An open file: while it is, this process is the only one that writes into `folder`, however it ends"""
+    make_folder(folder)
+    path = folder / ".lock"
+    try:
+        file = open(path, "a+")  # noqa: SIM115
+    except OSError as problem:
+        die(f"{folder} can't be written: {problem}")
+    try:
+        if fcntl:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        die(f"{folder} is in use by {path.read_text().strip()}: wait until it has ended, or stop it")
+    except OSError:  # a file system without locks
+        pass
+    file.truncate(0)
+    print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
+    return file
 
 
 def make_folder(path, new=False):
@@ -152,7 +275,7 @@ def draw_known_positives(y, ratio, seed=PROTOCOL_SEED):
 
 def read_image(path, upright=False):
     """An RGB image; `upright` applies the camera's EXIF orientation. Transparent pixels become white"""
-    with Image.open(path) as image:
+    with Image.open(path, formats=FORMATS) as image:
         if image.mode == "F":
             raise ValueError("its pixels are fractions of an unknown range")
         image = ImageOps.exif_transpose(image) if upright else image
@@ -189,7 +312,7 @@ class Images:
             die(f"{len(missing)} of {len(self.names)} images are missing, first {image_folder / missing[0]}")
         if self.cached:
             self.pixels = read_array(self.cache, ndim=4, mmap_mode="r")
-            made_for = read_json(self.cache.with_suffix(".json"), f"{self.cache} has no description")
+            made_for = read_json(self.cache.with_suffix(".json"), f"{self.cache} has no description", upright=bool)
             found = made_for.get("images"), made_for.get("upright", False), self.pixels.shape, self.pixels.dtype
             if found != (hash_names(self.names), upright, (len(self), size, size, 3), np.uint8):
                 die(f"{self.cache} was made for another list of images or orientation: delete it, or prepare again")
@@ -222,8 +345,10 @@ class Images:
 def read_array(path, ndim, mmap_mode=None):
     try:
         array = np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as problem:
+    except (OSError, ValueError, EOFError, SyntaxError, zipfile.BadZipFile) as problem:
         die(f"{path} can't be read: {problem}")
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "biufU":
+        die(f"{path} should hold one array of numbers or names, as numpy.save writes it")
     if array.ndim != ndim or len(array) == 0:
         die(f"{path} should have {ndim} dimension(s) and at least one row; its shape is {array.shape}")
     return array
@@ -284,18 +409,20 @@ def save_figure(figure, path):
 # ---- 3. Official data sets: download, extract, read
 
 OXFORD = "https://thor.robots.ox.ac.uk/pascal/VOC"
-ARCHIVES = {  # data set: [(address, md5 where one is published)]
+ARCHIVES = {  # data set: [(address, md5)]
     "voc": [(f"{OXFORD}/voc2012/VOCtrainval_11-May-2012.tar", "6cd6e144f989b92b3379bac3b3de84fd")],
     "voc2007": [
         (f"{OXFORD}/voc2007/VOCtrainval_06-Nov-2007.tar", "c52e279531787c972589f7e41ab4ae64"),
         (f"{OXFORD}/voc2007/VOCtest_06-Nov-2007.tar", "b6e924de25625d8de591ea690078ad9f"),
     ],
-    "coco": [  # http: the host's certificate is for another name
-        ("http://images.cocodataset.org/annotations/annotations_trainval2014.zip", ""),
-        ("http://images.cocodataset.org/zips/train2014.zip", ""),
-        ("http://images.cocodataset.org/zips/val2014.zip", ""),
+    "coco": [  # http, for the host's certificate is of another name; the checksum vouches for the files
+        ("http://images.cocodataset.org/annotations/annotations_trainval2014.zip", "0a379cfc70b0e71301e0f377548639bd"),
+        ("http://images.cocodataset.org/zips/train2014.zip", "0da8c0bd3d6becc4dcb32757491aca88"),
+        ("http://images.cocodataset.org/zips/val2014.zip", "a3d79f5ed8d289b7a7554ce06a5782b3"),
     ],
-    "cub": [("https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz", "")],
+    "cub": [
+        ("https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz", "97eceeb196236b17998738112f37df78")
+    ],
 }
 MARKERS = {  # files that must be there before a data set can be read, relative to its root
     "voc": ["ImageSets/Main/aeroplane_train.txt", "JPEGImages"],
@@ -396,26 +523,39 @@ def download_rest(address, partial):
 
 
 def extract(archive, folder):
-    """Unpacks a tar or zip; members that would land outside the folder are refused."""
+    """Unpacks a tar or zip. Only files and folders inside `folder` are written, and no more than such archives hold"""
+    left = 5 * archive.stat().st_size + 100_000_000  # bytes; annotations of COCO are the most compressed, 3.3 times
+    home = folder.resolve()
     try:
-        if archive.suffix == ".zip":
-            with zipfile.ZipFile(archive) as pack:
-                members = pack.infolist()
-                outside = [
-                    m.filename for m in members if not (folder / m.filename).resolve().is_relative_to(folder.resolve())
-                ]
-                if outside:
-                    die(f"{archive} would write outside {folder}: {outside[0]}")
-                for member in tqdm(members, f"extracting {archive.name}", leave=False, disable=None):
-                    pack.extract(member, folder)
-        else:
-            with tarfile.open(archive) as pack:
-                for member in tqdm(pack, f"extracting {archive.name}", leave=False, disable=None):
-                    pack.extract(member, folder, filter="data")
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error) as problem:
+        with zipfile.ZipFile(archive) if archive.suffix == ".zip" else tarfile.open(archive) as pack:
+            members = pack.infolist() if archive.suffix == ".zip" else pack
+            for member in tqdm(members, f"extracting {archive.name}", leave=False, disable=None):
+                name, is_folder, is_file, read = member_of(pack, member)
+                target = (home / name).resolve()
+                if Path(name).is_absolute() or ".." in Path(name).parts or not target.is_relative_to(home):
+                    die(f"{archive} would write outside {folder}: {name}")
+                if not (is_folder or is_file):
+                    die(f"{archive} holds a link or device, {name}, which none of these archives has")
+                (target if is_folder else target.parent).mkdir(parents=True, exist_ok=True)
+                if is_file:
+                    with read() as source, open(target, "wb") as file:
+                        while block := source.read(min(1 << 20, left + 1)):
+                            left -= len(block)
+                            if left < 0:
+                                die(f"{archive} holds far more than its size suggests: it is not the published file")
+                            file.write(block)
+    except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, RuntimeError, NotImplementedError) as problem:
         die(f"{archive} is damaged or unsafe ({problem}): delete it and run this again")
     except OSError as problem:
         die(f"{folder} can't be written: {problem}")
+
+
+def member_of(pack, member):
+    """-> name, whether it is a folder, whether it is a regular file, and what opens it"""
+    if isinstance(member, tarfile.TarInfo):
+        return member.name, member.isdir(), member.isreg(), lambda: pack.extractfile(member)
+    kind = stat.S_IFMT(member.external_attr >> 16)  # of Unix; 0 where the archive was not made there
+    return member.filename, member.is_dir(), kind in (0, stat.S_IFREG), lambda: pack.open(member)
 
 
 VOC_CLASSES = ["aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable"]
@@ -665,6 +805,9 @@ def read_table(path, folder, problems):
         if len(line) != 2:
             problems.append(f"{place}: two columns (image,label), not {len(line)}")
             continue
+        if "\0" in "".join(line):
+            problems.append(f"{place}: it holds a NUL character")
+            continue
         image = Path(os.path.normpath(line[0].strip())).as_posix()
         if not Path(os.path.realpath(folder / image)).is_relative_to(os.path.realpath(folder)):
             problems.append(f"{place}: {image} is outside {folder}")
@@ -690,19 +833,46 @@ def write_source(folder, name, source):
     """The formatted files, checked. Until they are right a marker forbids their use."""
     if list(folder.glob("formatted_*.npy")) and not (folder / "dataset.json").exists():
         die(f"{folder} holds formatted files that were not made here: move them, or use them with --dataset {folder}")
-    make_folder(folder)
-    unfinished = folder / UNFINISHED
-    unfinished.touch()
     observed = source.observed or {part: draw_single_positives(y) for part, y in source.labels.items()}
+    arrays = {"images": source.names, "labels": source.labels, "labels_obs": observed}
+    files = {f"formatted_{part}_{kind}.npy": saved(arrays[kind][part]) for kind in arrays for part in arrays[kind]}
     info = {"name": name, "classes": source.classes, "image_folder": str(source.image_folder.resolve())}
-    write_json(folder / "dataset.json", info | {"published": source.published, "upright": source.upright})
+    info |= {"published": source.published, "upright": source.upright}
+    info["checksums"] = {file: hashlib.sha256(content).hexdigest() for file, content in files.items()}
+    unfinished = folder / UNFINISHED
+    if (folder / "dataset.json").exists() and not unfinished.exists():
+        refuse_other_work(folder, info)
+    make_folder(folder)
+    unfinished.touch()
+    write_json(folder / "dataset.json", info)
     for old in folder.glob("formatted_*.npy"):
         old.unlink()
-    for kind, parts in (("images", source.names), ("labels", source.labels), ("labels_obs", observed)):
-        for part, content in parts.items():
-            np.save(folder / f"formatted_{part}_{kind}.npy", np.array(content))
+    for file, content in files.items():
+        (folder / file).write_bytes(content)
     check_counts(folder)
     unfinished.unlink()
+
+
+def saved(array):
+    content = io.BytesIO()
+    np.save(content, np.array(array))
+    return content.getvalue()
+
+
+def refuse_other_work(folder, info):
+    """Ends the program where what is there was made from another folder of images, or changed since by hand"""
+    old, fix = read_dataset(folder), "choose another --name, or move it away"
+    if old["image_folder"] != info["image_folder"]:
+        die(f"{folder} is the data set of {old['image_folder']}: {fix}")
+    for path in sorted(folder.glob("formatted_*.npy")):
+        if old.get("checksums", {}).get(path.name) != hashlib.sha256(path.read_bytes()).hexdigest():
+            die(f"{path} was changed after {folder} was prepared: {fix}")
+
+
+def read_dataset(folder):
+    """dataset.json, which describes a prepared data set"""
+    kinds = {"name": str, "classes": [str], "image_folder": str, "published": bool, "upright": bool}
+    return read_json(folder / "dataset.json", f"{folder} is not prepared", **kinds, checksums={str: str})
 
 
 def parts_of(folder):
@@ -782,7 +952,11 @@ def drop_stale_cache(folder, image_folder, part, size, upright):
         return
     images = SimpleNamespace(names=read_names(folder, part), image_folder=image_folder, upright=upright)
     described = cache.with_suffix(".json")
-    if not described.exists() or read_json(described, "") != describe_cache(images, file_times(images)):
+    try:
+        whole = np.load(cache, mmap_mode="r", allow_pickle=False).shape == (len(images.names), size, size, 3)
+    except (OSError, ValueError, EOFError, SyntaxError):  # cut off, or damaged
+        whole = False
+    if not (whole and described.exists() and read_json(described, "") == describe_cache(images, file_times(images))):
         cache.unlink()
 
 
@@ -819,7 +993,7 @@ def make_cache(images, what):
 
 def check_counts(folder):
     """Compares with the numbers that are known of a data set."""
-    info = read_json(folder / "dataset.json", f"{folder} is not prepared")
+    info = read_dataset(folder)
     if info["name"] not in EXPECTED or not info["published"]:
         return
     classes, parts = EXPECTED[info["name"]]
@@ -844,7 +1018,7 @@ def check_counts(folder):
 
 
 def summarise(folder):
-    classes = read_json(folder / "dataset.json", f"{folder} is not prepared")["classes"]
+    classes = read_dataset(folder)["classes"]
     what = {"train": "training", "valid": "validation", "val": "test"}
     for part in parts_of(folder):
         full, observed = (folder / f"formatted_{part}_{kind}.npy" for kind in ("labels", "labels_obs"))
@@ -874,12 +1048,19 @@ def prepare(args):
     if args.dataset == "scenes":
         scenes.make(folder)
         return folder
-    if not args.check and (args.dataset == "custom" or not ready):
-        write_source(folder, name, read_source(args))
-    elif args.check:
-        check_counts(folder)
+    source = read_custom(args) if args.dataset == "custom" and not args.check else None  # a mistake leaves no folder
+    with nullcontext() if args.check else lock(folder):
+        if args.check:
+            check_counts(folder)
+        elif source or not ready:
+            write_source(folder, name, source or read_source(args))
+        fill_cache(args, folder)
+    return folder
 
-    info = read_json(folder / "dataset.json", f"{folder} is not prepared")
+
+def fill_cache(args, folder):
+    """The image cache, or with --check or --no_cache a look at every image"""
+    info = read_dataset(folder)
     size, image_folder, upright = args.image_size, Path(info["image_folder"]), info.get("upright", False)
     names = {part: read_names(folder, part) for part in parts_of(folder)}
     missing = [
@@ -904,7 +1085,6 @@ def prepare(args):
     if damaged:
         listed = "\n  ".join(sorted(damaged))
         die(f"{len(damaged)} images are damaged; replace them and run this again:\n  {listed}")
-    return folder
 
 
 def say_disk(folder, to_cache):
@@ -918,8 +1098,6 @@ def say_disk(folder, to_cache):
 
 
 def read_source(args):
-    if args.dataset == "custom":
-        return read_custom(args)
     if args.dataset == "nus":
         return read_nus(Path(args.raw or Path(args.data_root) / "nus" / "raw"))
     root = fetch(args)
@@ -929,7 +1107,7 @@ def read_source(args):
         if args.dataset == "voc2007":
             return read_voc(root, {"train": "trainval", "val": "test"}, keep_empty=True)  # the usual 5,011 / 4,952
         return read_coco(root) if args.dataset == "coco" else read_cub(root)
-    except (ValueError, KeyError, IndexError) as problem:
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as problem:
         die(f"{root} is not in the layout of {args.dataset}: {problem!r}")
 
 
@@ -938,7 +1116,7 @@ def read_source(args):
 
 def contact_sheet(folder, size, path, side=5):
     """side x side random training images, their true labels, the observed one marked."""
-    info = read_json(folder / "dataset.json", f"{folder} is not prepared")
+    info = read_dataset(folder)
     full = folder / "formatted_train_labels.npy"
     images = Images(folder, folder / info["image_folder"], "train", size, info.get("upright", False))
     y = read_labels(full, len(images)) if full.exists() else None
@@ -954,15 +1132,13 @@ def contact_sheet(folder, size, path, side=5):
         axis.imshow(image)
         axis.set_title("\n".join(observed), fontsize=9, fontweight="bold", color="tab:green", loc="left", pad=3)
         axis.text(0, -0.04, ", ".join(hidden), fontsize=7, color="grey", va="top", transform=axis.transAxes, wrap=True)
-    try:
-        figure.savefig(path, dpi=110)
-    except (OSError, ValueError) as problem:
-        die(f"--contact_sheet {path} can't be written: {problem}")
+    save_figure(figure, path)
 
 
 # ---- 7. Go
 
 if __name__ == "__main__":
+    sys.excepthook = explain
     args = tyro.cli(Args, use_underscores=True)
     try:
         folder = prepare(args)

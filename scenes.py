@@ -10,8 +10,12 @@ arithmetic and the pinned Pillow and matplotlib (whose DejaVu font draws the obj
 import hashlib
 import json
 import math
+import os
+import platform
+import shutil
 import sys
 import tempfile
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -250,18 +254,24 @@ def version_of(description):
 @contextmanager
 def replacing(folder, name, description):
     """A new folder that becomes `folder`, with its description, when the block ends well, unless another process has
-    made the same meanwhile."""
+    made the same meanwhile. One of an older version, which may have been edited, is kept under another name."""
+    stem = f".{folder.name}-{platform.node()}-"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
-            new, old = Path(temporary) / "new", Path(temporary) / "old"
+        for litter in folder.parent.glob(f"{stem}*"):  # of processes that were killed
+            if not Path("/proc", litter.name[len(stem) :].split("-")[0]).exists() and Path("/proc/self").exists():
+                shutil.rmtree(litter, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=f"{stem}{os.getpid()}-", dir=folder.parent) as temporary:
+            new = Path(temporary) / "new"
             new.mkdir()
             yield new
             write_json(new / name, description)
             if is_made(folder, name, description):
                 return
-            if folder.exists():  # of an older version
+            if folder.exists():
+                old = folder.with_name(f"{folder.name}-before-{time.strftime('%Y%m%d-%H%M%S')}")
                 folder.rename(old)
+                print(f"{folder} was of an older version and is now {old}", file=sys.stderr)
             new.rename(folder)
     except OSError as problem:
         if not is_made(folder, name, description):

@@ -93,7 +93,11 @@ def script(workplace, monkeypatch, capsys):
     def run(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
         capsys.readouterr()
-        runpy.run_path(str(ROOT / name), run_name="__main__")
+        try:
+            runpy.run_path(str(ROOT / name), run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
         return capsys.readouterr().out
 
     return run
@@ -136,15 +140,29 @@ def assert_same_run(one, other):
 
 
 def assert_a_kill_changes_nothing(name, *flags, cwd):
-    """A run killed after its first checkpoint and resumed is the run that was never killed. -> both directories"""
+    """A run killed inside its first and its second epoch and resumed is the run that was never killed. -> both
+    directories"""
     finish(start(ROOT / name, *flags, "--out", "whole", cwd=cwd))
-    process = start(ROOT / name, *flags, "--out", "killed", cwd=cwd)
-    while not list(cwd.glob("killed/*/last.pt")):
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    (killed,), (whole,) = (list((cwd / out).iterdir()) for out in ("killed", "whole"))
-    finish(start(ROOT / name, "--resume", killed, cwd=cwd))
+    (whole,) = (cwd / "whole").iterdir()
+    process = start(ROOT / name, *flags, "--out", "killed", "--save_minutes", 1e-9, cwd=cwd)
+    for epoch in (1, 2):
+        kill_inside(process, cwd, epoch)
+        (killed,) = (cwd / "killed").iterdir()
+        process = start(ROOT / name, "--resume", killed, cwd=cwd)
+    finish(process)
     assert_same_run(killed, whole)
     return killed, whole
+
+
+def kill_inside(process, cwd, epoch):
+    """Kills the run in `cwd`/killed when its last.pt is of the third batch of an epoch, or a later one"""
+    inside = None
+    while not inside or inside["done"] < min(3, inside["total"] - 1):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.002)
+        for path in cwd.glob("killed/*/last.pt"):
+            last = torch.load(path, weights_only=True)
+            assert last["run"]["epoch"] <= epoch, "too late"
+            inside = last["inside"] if last["run"]["epoch"] == epoch else None
+    process.send_signal(signal.SIGKILL)
+    process.communicate()

@@ -126,6 +126,7 @@ def test_a_state_of_another_shape_is_refused_where_it_is_trained(squares, workpl
     last = torch.load(run / "last.pt", weights_only=True)
     last["labels"]["theta"] = last["labels"]["theta"][:1]  # would broadcast
     torch.save(last, run / "last.pt")
+    (run / "result.json").unlink()
     out = finish(start(script, "--resume", run, cwd=workplace), code=1)
     assert "error: labels.theta is (1, 4) in the checkpoint and (80, 4) in the script" in out
     assert "Traceback" not in out

@@ -143,9 +143,9 @@ def test_a_devkit_of_several_years(voc, expect):
 def test_a_second_run_does_nothing(voc, expect):
     expect("voc", 20, (2, 2, None), (1, 2, None))
     folder = data_prep.prepare(settings("voc", voc, raw=str(voc / "raw")))
-    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("[!.]*")}
     data_prep.prepare(settings("voc", voc, raw=str(voc / "nowhere")))  # the raw files are not even needed
-    assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert before == {path: path.stat().st_mtime_ns for path in folder.glob("[!.]*")}
 
 
 def test_no_cache_and_check(voc, expect, capsys):

@@ -32,7 +32,7 @@ import scenes
 
 def test_a_run_leaves_all_its_files(trained):
     assert {path.name for path in trained.iterdir()} == {
-        *("config.json", "script.py", "metrics.csv", "last.pt", "best.pt", "curve.png", "result.json")
+        *("config.json", "script.py", "metrics.csv", "last.pt", "best.pt", "curve.png", "result.json", ".lock")
     }
     assert trained.name.startswith("squares-an-s0-")
     assert (trained / "script.py").read_text() == (ROOT / "an.py").read_text()
@@ -66,6 +66,7 @@ def test_classes_in_another_order_are_not_taken_for_the_same(squares, trained, s
         config = json.loads((run / "config.json").read_text())
         config["settings"]["dataset"] = str(folder)
         (run / "config.json").write_text(json.dumps(config))
+    (runs["stopped"] / "result.json").unlink()
     script("an.py", "--eval_only", runs["finished"])
     info = json.loads((folder / "dataset.json").read_text())
     (folder / "dataset.json").write_text(json.dumps({**info, "classes": info["classes"][::-1]}))
@@ -112,6 +113,10 @@ def test_a_kill_between_the_two_checkpoints_changes_nothing(script, squares, wor
     config = json.loads((torn / "config.json").read_text())
     config["settings"]["max_steps"] = 0
     (torn / "config.json").write_text(json.dumps(config))
+    last = torch.load(torn / "last.pt", weights_only=True)
+    last["identity"]["--max_steps"] = 0
+    torch.save(last, torn / "last.pt")
+    (torn / "result.json").unlink()
     for name in ("best.pt", "metrics.csv"):  # written in a later epoch, whose last.pt never came
         shutil.copy(whole / name, torn / name)
     script("an.py", "--resume", torn)
@@ -120,9 +125,10 @@ def test_a_kill_between_the_two_checkpoints_changes_nothing(script, squares, wor
 
 def test_resume_of_a_finished_run_says_so(trained, script, workplace):
     shutil.copytree(trained, workplace / "copy")
-    before = (workplace / "copy" / "last.pt").read_bytes()
-    assert "finished after epoch 4" in script("an.py", "--resume", "copy")
-    assert (workplace / "copy" / "last.pt").read_bytes() == before
+    before = {path: path.stat().st_mtime_ns for path in (workplace / "copy").iterdir()}
+    mAP = json.loads((trained / "result.json").read_text())["test_mAP"]
+    assert script("an.py", "--resume", "copy") == f"copy: finished, test mAP {mAP:.2f}\n"
+    assert before == {path: path.stat().st_mtime_ns for path in (workplace / "copy").iterdir()}
 
 
 def test_resume_keeps_the_settings(trained, script, workplace):
@@ -263,11 +269,10 @@ def test_linear_embeds_once_and_serves_as_a_start(script, squares, workplace):
     # The head on top of the backbone gives the same mAP as on the embeddings, and end-to-end training starts there.
     result = json.loads((linear / "result.json").read_text())
     assert result["embedding_seconds"] > 0
-    script("an.py", "--resume", linear)  # it is finished, and finds its embeddings
-    assert json.loads((linear / "result.json").read_text()) == result
-    config = json.loads((linear / "config.json").read_text())
-    config["settings"]["linear"] = False
+    config, best = json.loads((linear / "config.json").read_text()), torch.load(linear / "best.pt", weights_only=True)
+    config["settings"]["linear"] = best["identity"]["--linear"] = False
     (linear / "config.json").write_text(json.dumps(config))
+    torch.save(best, linear / "best.pt")
     assert f"test mAP {result['test_mAP']:.2f}" in script("an.py", "--eval_only", linear)
     script(*command, "--init_from", linear, "--out", "tuned", "--max_steps", 1, "--lr", 1e-12)
     (tuned,) = (workplace / "tuned").iterdir()
@@ -399,7 +404,7 @@ def test_two_processes_train_resume_and_measure(trained, squares, workplace):
     assert out.count("epoch  4/4") == 1
     run = only_run(workplace)
     assert len(metrics(run)) == 4
-    assert "finished after epoch 4" in finish(start(*TORCHRUN, ROOT / "an.py", "--resume", run, cwd=workplace))
+    assert finish(start(*TORCHRUN, ROOT / "an.py", "--resume", run, cwd=workplace)).count(": finished, test mAP") == 1
 
 
 def test_two_processes_share_the_embedding(squares, workplace):
@@ -490,6 +495,7 @@ def test_best_weights_know_their_model(trained):
 
 def test_changed_code_is_found_before_it_is_used(trained, script, workplace, monkeypatch):
     shutil.copytree(trained, workplace / "copy")
+    (workplace / "copy/result.json").unlink()
     before = {path: path.stat().st_mtime_ns for path in (workplace / "copy").iterdir()}
     features = common.Classifier.features
     monkeypatch.setattr(common.Classifier, "features", lambda self, x: features(self, 2 * x))
@@ -557,6 +563,7 @@ def test_a_bad_loss_is_found_within_an_epoch(script, squares, workplace, monkeyp
 
 def test_a_loss_that_is_not_finite_stops_the_run(trained, script, workplace):
     shutil.copytree(trained, workplace / "copy")
+    (workplace / "copy/result.json").unlink()
     last = torch.load(workplace / "copy/last.pt", weights_only=True)
     last["run"]["epoch"] = 2
     last["model"]["head.bias"].fill_(float("nan"))

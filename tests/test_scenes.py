@@ -113,10 +113,14 @@ def test_a_folder_with_files_of_observed_labels_stays_as_it_is(few):
 
 def test_scenes_are_made_again_after_a_change_of_version(few, tmp_path, monkeypatch):
     before = np.load(few / "cache_train_64.npy")
+    (few / "notes.txt").write_text("mine")
     monkeypatch.setattr(scenes, "VERSION", 2)
     scenes.make(few)
     assert not np.array_equal(before, np.load(few / "cache_train_64.npy"))
-    assert [path.name for path in tmp_path.iterdir()] == ["scenes"]
+    (old,) = tmp_path.glob("scenes-before-*")  # nothing is lost
+    assert np.array_equal(before, np.load(old / "cache_train_64.npy"))
+    assert (old / "notes.txt").read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {"scenes", old.name}
 
 
 def test_a_foreign_folder_is_left_alone(tmp_path):
@@ -243,7 +247,9 @@ def test_the_clip_is_trained_once(short, tmp_path, monkeypatch):
     scenes.make_clip(folder)  # of an older version: made again
     assert weights.stat().st_mtime_ns != made
     assert json.loads((folder / "open_clip_config.json").read_text()) == scenes.CLIP
-    assert [path.name for path in folder.parent.iterdir()] == ["scenes_clip"]
+    (old,) = folder.parent.glob("scenes_clip-before-*")
+    assert (old / weights.name).read_bytes() == before
+    assert {path.name for path in folder.parent.iterdir()} == {"scenes_clip", old.name}
 
 
 def test_another_clip_is_left_alone(short, tmp_path):
