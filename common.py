@@ -6,6 +6,7 @@ import ctypes
 import difflib
 import hashlib
 import importlib.util
+import io
 import itertools
 import json
 import logging
@@ -22,7 +23,6 @@ import sys
 import threading
 import time
 import zipfile
-import zlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -68,7 +68,7 @@ ShareBelow1 = Annotated[float, Limit("at least 0 and below 1", lambda value: 0 <
 Count = Annotated[int, Limit("at least 1 and below 2^31", lambda value: 1 <= value < 2**31)]
 Natural = Annotated[int, Limit("at least 0 and below 2^31", lambda value: 0 <= value < 2**31)]
 NaturalOrMinus1 = Annotated[int, Limit("at least -1 and below 2^31", lambda value: -1 <= value < 2**31)]
-Workers = Annotated[int, Limit("between -1 and 256", lambda value: -1 <= value <= 256)]
+Workers = Annotated[int, Limit("at least -1 and at most 256", lambda value: -1 <= value <= 256)]
 
 
 @dataclass
@@ -95,17 +95,8 @@ class Args:
     smoke: bool = False  # smoke test: every epoch, pseudo-label round and stage, on a few images
 
 
-RESUME_MAY_CHANGE = {
-    "data_root",
-    "out",
-    "name",
-    "device",
-    "workers",
-    "tensorboard",
-    "resume",
-    "eval_only",
-    "save_minutes",
-}
+RESUME_MAY_CHANGE = {"data_root", "out", "name", "device", "workers", "tensorboard", "resume", "eval_only"}
+RESUME_MAY_CHANGE |= {"save_minutes"}
 
 
 def parse(args_class, presets, argv=None):
@@ -127,8 +118,8 @@ def parse(args_class, presets, argv=None):
         die(f"{earlier} keeps its own settings: leave out {', '.join(refused)}, or start a new run")
     check_ranges(args)
     if args.name and (earlier or not re.fullmatch(r"\w[\w.+-]*", args.name)):
-        reason = "--resume and --eval_only have a directory" if earlier else "letters, digits and . + - _ make a name"
-        die(f"--name {args.name}: {reason}")
+        fix = "leave it out, the run has a directory" if earlier else "a name is made of letters, digits and . + - _"
+        die(f"--name {args.name}: {fix}")
     return args
 
 
@@ -156,7 +147,7 @@ def read_run_settings(args_class, run):
     config = read_config(Path(run))
     try:  # JSON has no tuples
         settings = {name: tuple(v) if isinstance(v, list) else v for name, v in config["settings"].items()}
-        return replace(args_class(**settings), resume="", eval_only="")
+        return replace(args_class(**settings), resume="", eval_only="", name="")
     except (KeyError, TypeError, AttributeError) as problem:
         die(f"{run} was made by another script or version ({problem})")
 
@@ -166,7 +157,7 @@ def read_config(run):
     kinds = {"method": str, "settings": dict, "processes": int, "launch": str, "working_directory": str, "command": str}
     config = read_json(run / "config.json", f"{run} is not a run directory", **kinds)
     if missing := {"method", "settings", "processes"} - config.keys():
-        die(f"{run}/config.json lacks {', '.join(sorted(missing))}: it is not a run's, or of an old version")
+        die(f"{run} was made by another script or version: its config.json lacks {', '.join(sorted(missing))}")
     return config
 
 
@@ -513,7 +504,7 @@ def read_state(path):
     except FileNotFoundError:
         die(f"there is no file {path}")
     except Exception as problem:  # truncated archives and foreign pickles raise all sorts
-        die(f"{path} is not a whole file of weights: {str(problem).splitlines()[0]}")
+        die(f"{path} is not a whole file of weights: {in_a_line(problem)}")
 
 
 def read_checkpoint(path):
@@ -595,58 +586,31 @@ class EmbeddingCache:
         all that decides the values. Chunks are files: a killed run leaves whole ones, concurrent runs do no harm."""
         folder = self.folder / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
         whole, size = folder / "all.npy", 8 * EVAL_BATCH
-        if not broadcast(rank() > 0 or read_rows(whole, n) is not None):
+        if not broadcast(rank() > 0 or data_prep.read_rows(whole, n) is not None):
             data_prep.make_folder(folder)
             starts = range(0, n, size)
             parts = {folder / f"{at:09d}-{size}.npy": in_batches(np.arange(at, min(at + size, n))) for at in starts}
             rows_in = {part: sum(map(len, batches)) for part, batches in parts.items()}
-            mine = {
-                part: parts[part] for part in list(parts)[rank() :: world()] if read_rows(part, rows_in[part]) is None
+            there = {
+                part for part in list(parts)[rank() :: world()] if data_prep.read_rows(part, rows_in[part]) is not None
             }
+            mine = {part: parts[part] for part in list(parts)[rank() :: world()] if part not in there}
             total, started = sum(len(idx) for batches in mine.values() for idx in batches), time.perf_counter()
             for part in progress(mine, f"embedding {what}", unit=f" x {size} {unit}"):
-                write_rows(part, [batch.float().cpu().numpy() for batch in encode(mine[part])])
+                data_prep.write_rows(part, [batch.float().cpu().numpy() for batch in encode(mine[part])])
             if rank() == 0 and total:
                 seconds = time.perf_counter() - started
                 print(f"embedded {what}: {total} in {seconds:.1f} s, {total / seconds:.0f} {unit}/s", flush=True)
                 self.seconds += seconds
             barrier()
-            chunks = [read_rows(part, rows_in[part]) for part in parts] if rank() == 0 else [None]
+            chunks = [data_prep.read_rows(part, rows_in[part]) for part in parts] if rank() == 0 else [None]
             if not any(chunk is None for chunk in chunks):  # else another run was first, and has tidied up
-                write_rows(whole, chunks)
+                data_prep.write_rows(whole, chunks)
             for part in parts if rank() == 0 else ():
                 part.unlink(missing_ok=True)
         barrier()
         rows = np.load(whole, mmap_mode="r", allow_pickle=False) if whole.exists() else None
         return die(f"{whole} has been deleted: start again") if rows is None else rows
-
-
-def write_rows(path, arrays):
-    """An .npy file of the rows of all arrays, with their CRC-32 behind them"""
-    with replacing(path) as temporary, open(temporary, "wb") as file:
-        shape, crc = (sum(map(len, arrays)), arrays[0].shape[1]), 0
-        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
-        for rows in arrays:
-            crc = zlib.crc32(np.ascontiguousarray(rows), crc)
-            file.write(rows.tobytes())
-        file.write(crc.to_bytes(4, "little"))
-
-
-def read_rows(path, n):
-    """What write_rows wrote, memory-mapped; None if there is no file, or one that is damaged, which is deleted"""
-    try:
-        rows = np.load(path, mmap_mode="r", allow_pickle=False)
-        with open(path, "rb") as file:
-            file.seek(rows.offset + rows.nbytes)
-            if rows.ndim == 2 and len(rows) == n and file.read() == zlib.crc32(rows).to_bytes(4, "little"):
-                return rows
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, EOFError, SyntaxError, AttributeError):  # what numpy raises at damaged headers
-        pass
-    print(f"{path} is damaged: these embeddings are computed again", file=sys.stderr)
-    path.unlink(missing_ok=True)
-    return None
 
 
 class Clip:
@@ -784,7 +748,8 @@ def join_processes(args):
     if cuda and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         device = find_device(f"cuda:{os.environ['LOCAL_RANK']}")
     if dist.is_torchelastic_launched() and not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo")
+        ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        dist.init_process_group("nccl" if cuda else "gloo", store=torchrun_store(1800), **ranks)
     if cuda:
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
@@ -793,6 +758,16 @@ def join_processes(args):
     elif amp == "fp16":
         die("--amp fp16 needs CUDA: on a CPU use bf16 or off")
     return device, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(amp)
+
+
+def torchrun_store(seconds):
+    """What the processes of torchrun share, apart from what those before a restart have left there: torch's own
+    initialisation would call the addresses of dead ones"""
+    hosts = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
+    more = {"timeout": timedelta(seconds=seconds), "wait_for_workers": False, "multi_tenant": True}
+    prefix = f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    return dist.PrefixStore(prefix, dist.TCPStore(*where, is_master=hosts, **more))
 
 
 def launch():
@@ -804,17 +779,16 @@ def launch():
 def watch_processes():
     """Starts a thread that ends this process when torchrun is gone, or another process gives no sign of life: a
     collective operation would wait for it until its time-out, half an hour"""
-    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    key, parent, stop = f"alive-{os.environ['TORCHELASTIC_RESTART_COUNT']}-", os.getppid(), threading.Event()
+    parent, stop = os.getppid(), threading.Event()
 
     def silent(store):
         """Why this process should end, as soon as there is a reason; "" when it ends itself"""
         beats, awake = {}, time.monotonic()
         while not stop.wait(2):
-            store.set(f"{key}{rank()}", str(time.monotonic()))
+            store.set(f"alive {rank()}", str(time.monotonic()))
             slept, awake = time.monotonic() - awake > SILENCE / 2, time.monotonic()  # suspended, with all the others
             for other in range(world()):
-                beat = store.get(f"{key}{other}") if store.check([f"{key}{other}"]) else None
+                beat = store.get(f"alive {other}") if store.check([f"alive {other}"]) else None
                 if slept or beat != beats.get(other, (None,))[0] or beat is None:
                     beats[other] = beat, awake
                 elif awake - beats[other][1] > SILENCE:
@@ -825,8 +799,7 @@ def watch_processes():
 
     def watch():
         try:
-            timeout = timedelta(seconds=SILENCE)
-            reason = silent(dist.TCPStore(*where, is_master=False, wait_for_workers=False, timeout=timeout))
+            reason = silent(torchrun_store(SILENCE))
         except RuntimeError as problem:
             reason = f"the other processes can't be reached ({in_a_line(problem)[:100]})"
         if reason and dist.is_initialized() and not stop.is_set():
@@ -883,11 +856,9 @@ def random_state(restored=None):
         np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
         random.setstate(restored["python"])
     kind, keys, *rest = np.random.get_state()
-    state = {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-    }
-    return state | {"numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest), "python": random.getstate()}
+    state = {"torch": torch.get_rng_state(), "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest)}
+    state["cuda"] = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return state | {"python": random.getstate()}
 
 
 class Run:
@@ -907,11 +878,7 @@ class Run:
         self.cache = EmbeddingCache(args.data_root, self.loader)
         self.data = self.directory = self.lock = None  # from prepare() on
         self.in_model, self.state, self.summaries = set(), {}, {}  # ids of the model's weights; what last.pt carries
-        self.checkpoint, self.saved, self.passes = (
-            {},
-            time.monotonic(),
-            0,
-        )  # last.pt where it is resumed inside an epoch
+        self.checkpoint, self.passes, self.saved = {}, 0, time.monotonic()  # last.pt, if it is resumed inside an epoch
         self.epoch, self.last_epoch, self.steps = 0, args.epochs, 0
         self.rows, self.earlier = [], []  # a row of metrics per epoch; results of the stages before the last
         self.best = {"epoch": 0, "val_mAP": -1.0}
@@ -945,10 +912,8 @@ class Run:
         args, named = self.args, Path(self.args.out, self.args.name)
         given = args.resume or args.eval_only or (str(named) if args.name and (named / "config.json").exists() else "")
         if launch() and not (given or args.name):
-            configs = [
-                path for path in Path(args.out).glob("*/config.json") if json.dumps(launch()) in path.read_text()
-            ]
-            given = str(configs[0].parent) if configs else ""
+            configs = Path(args.out).glob("*/config.json")
+            given = next((str(path.parent) for path in configs if json.dumps(launch()) in path.read_text()), "")
         if not given:
             return ""
         config, path = read_config(Path(given)), Path(given, "result.json")
@@ -958,14 +923,15 @@ class Run:
             die(f"{given} is a run of other settings: {apart}. Choose another --name, or the same settings")
         if path.exists() and not args.eval_only:
             result = read_json(path, "", test_mAP=(float, type(None)))
-            print(f"{given}: finished" + (f", test mAP {result['test_mAP']:.2f}" if result.get("test_mAP") else ""))
+            mAP = f", test mAP {result['test_mAP']:.2f}" if result.get("test_mAP") is not None else ""
+            print(f"{given}: finished after epoch {result.get('last_epoch')}{mAP}")
             return None
         if not args.eval_only and config["processes"] != world():
             print(f"note: begun with {config['processes']} processes; with {world()} the numbers differ a little")
         return "" if args.eval_only else given
 
     def open_directory(self):
-        """The directory of the run that is resumed or evaluated, or a new one: <out>/<dataset>-<method>-s<seed>-<time>"""
+        """That of the run which is resumed or evaluated, or a new one: <out>/<dataset>-<method>-s<seed>-<time>"""
         args = self.args
         directory = Path(args.resume or args.eval_only or f"{args.out}/{args.name}")
         new = not (args.resume or args.eval_only)
@@ -1048,7 +1014,7 @@ class Run:
         for name, split in data.splits().items():
             split.features = (self.cache.images(features, split, key, name), flipped)
         first = features(next(self.loader.pixels(data.train, [np.arange(2)]))).float().cpu()
-        if not torch.allclose(first, torch.from_numpy(data.train.features[0][:2]), rtol=0.02, atol=0.02):
+        if not torch.allclose(first, torch.tensor(data.train.features[0][:2]), rtol=0.02, atol=0.02):
             die(f"the embeddings in {self.cache.folder} were made by other code of {type(model).__name__}: delete them")
 
     # -- steps
@@ -1305,10 +1271,15 @@ class Run:
             if apart := [name for name in digests if len({theirs.get(name) for theirs in everyone}) > 1]:
                 die(f"{apart[0]} differs between the processes: gather or reduce it before the epoch ends")
         if inside:
-            logged = {name: torch.stack(values) for name, values in self.logged.items()}
-            own = {"spaces": spaces, "logged": logged, "counts": sum(self.counts) if self.counts else None}
-            own |= {"buffers": [b for module in self.modules() for b in module.buffers()], "random": random_state()}
-            inside = {**inside, "processes": gather_objects(own)}
+            logged, own = {name: torch.stack(values) for name, values in self.logged.items()}, io.BytesIO()
+            on_host = [name for name in logged if logged[name].device.type == "cpu"]
+            content = {"spaces": spaces, "logged": logged, "on_host": on_host, "random": random_state()}
+            content |= {"counts": sum(self.counts) if self.counts else None, "buffers": self.buffers()}
+            torch.save(content, own)  # bytes: tensors would arrive on the device that they come from
+            inside = {
+                **inside,
+                "processes": gather_objects(torch.frombuffer(own.getvalue(), dtype=torch.uint8).clone()),
+            }
         self.saved = time.monotonic()
         if rank() > 0:
             return
@@ -1336,8 +1307,8 @@ class Run:
             times = {"seconds": now - self.began, "training_seconds": now - self.training_began}
             self.save({"pass": self.passes, "done": done, "total": total, "batch": self.batch, **times})
 
-    def modules(self):
-        return [unwrap(thing) for thing in self.state.values() if isinstance(thing, nn.Module)]
+    def buffers(self):
+        return [buffer for thing in self.state.values() if isinstance(thing, nn.Module) for buffer in thing.buffers()]
 
     def load_state(self, last, spaces):
         for name, thing in self.state.items():
@@ -1351,11 +1322,13 @@ class Run:
         """All as it was in the middle of the epoch, whatever the script has computed before its loop over the batches;
         -> how many of how many batches are done"""
         inside, now = self.checkpoint["inside"], time.perf_counter()
-        own = inside["processes"][rank() % len(inside["processes"])]
+        own = io.BytesIO(inside["processes"][rank() % len(inside["processes"])].numpy().tobytes())
+        own = torch.load(own, map_location="cpu", weights_only=True)
         self.load_state(self.checkpoint, own["spaces"])
-        for buffer, value in zip((b for module in self.modules() for b in module.buffers()), own["buffers"]):
+        for buffer, value in zip(self.buffers(), own["buffers"]):
             buffer.copy_(value)
-        self.logged = {name: list(values.to(self.device)) for name, values in own["logged"].items()}
+        where = lambda name: "cpu" if name in own["on_host"] else self.device
+        self.logged = {name: list(values.to(where(name))) for name, values in own["logged"].items()}
         self.counts = [] if own["counts"] is None else [own["counts"].to(self.device)]
         self.began, self.training_began = now - inside["seconds"], now - inside["training_seconds"]
         self.batch, self.checkpoint = inside["batch"], {}
@@ -1397,11 +1370,10 @@ class Run:
         result |= {"earlier_stages": self.earlier} if self.earlier else {}
         del result["epoch"]
         plot_curve(self.rows, best["epoch"], self.directory / "curve.png")
-        data_prep.write_json(
-            self.directory / "result.json", dict.fromkeys(result) | known(result)
-        )  # last: it has ended
+        data_prep.write_json(self.directory / "result.json", dict.fromkeys(result) | known(result))  # the end
         if empty:
-            print(f"{len(empty)} classes have no positive in the test set and count as AP 0: {', '.join(empty)}")
+            names = data_prep.printable(", ".join(empty))
+            print(f"{len(empty)} classes have no positive in the test set and count as AP 0: {names}")
         chosen = f"best epoch {best['epoch']}" if data.val else f"last epoch {best['epoch']} (no validation)"
         shown = in_words(best["val_mAP"], {"mAP": best["test_mAP"], "F1": best["test_F1"]})
         shown += f" (last epoch {last['test_mAP']:.2f})" if data.test else ""

@@ -354,6 +354,34 @@ def read_array(path, ndim, mmap_mode=None):
     return array
 
 
+def write_rows(path, arrays):
+    """An .npy file of the rows of all arrays, with their CRC-32 behind them"""
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        shape, crc = (sum(map(len, arrays)), arrays[0].shape[1]), 0
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
+        for rows in arrays:
+            crc = zlib.crc32(np.ascontiguousarray(rows), crc)
+            file.write(rows.tobytes())
+        file.write(crc.to_bytes(4, "little"))
+
+
+def read_rows(path, n):
+    """What write_rows wrote, memory-mapped; None if there is no file, or one that is damaged, which is deleted"""
+    try:
+        rows = np.load(path, mmap_mode="r", allow_pickle=False)
+        with open(path, "rb") as file:
+            file.seek(rows.offset + rows.nbytes)
+            if rows.ndim == 2 and len(rows) == n and file.read() == zlib.crc32(rows).to_bytes(4, "little"):
+                return rows
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, EOFError, SyntaxError, AttributeError):  # what numpy raises at damaged headers
+        pass
+    print(f"{path} is damaged: these embeddings are computed again", file=sys.stderr)
+    path.unlink(missing_ok=True)
+    return None
+
+
 def read_names(folder, part):
     return [str(name) for name in read_array(folder / f"formatted_{part}_images.npy", ndim=1)]
 
@@ -1025,7 +1053,7 @@ def summarise(folder):
         y = read_array(full if full.exists() else observed, ndim=2)
         count = y.sum(0).astype(int)
         order = np.argsort(count, kind="stable")
-        named = [f"{classes[c]} {count[c]:,}" for c in order]
+        named = [printable(f"{classes[c]} {count[c]:,}") for c in order]
         kind = "positives" if full.exists() else "known positives"
         print(
             f"{what[part]} file: {len(y):,} images, {len(classes)} classes, {y.sum(1).mean():.2f} {kind} per image, "

@@ -60,7 +60,7 @@ class Args:
 
 def find_script(run):
     """The run's own copy of its script, as a module, and the run's config"""
-    config = common.read_json(Path(run) / "config.json", f"{run} is not a run directory")
+    config = common.read_config(Path(run))
     path, project = Path(run) / "script.py", str(Path(__file__).resolve().parent)
     if project not in sys.path:  # the script imports common
         sys.path.insert(0, project)
@@ -79,14 +79,10 @@ def load_model(run, device):
     script, _ = find_script(run)
     args = replace(common.read_run_settings(script.Args, run), eval_only=str(run))  # so no weights are downloaded
     path = common.start_from(args)
-    checkpoint = common.read_state(path)
-    classes, model_class = checkpoint.get("classes"), checkpoint.get("model_class")
-    if not classes or not model_class:
-        common.die(
-            f"{path} doesn't name its classes and the class of its model: it is not a run's, or of an old version"
-        )
+    checkpoint = common.read_checkpoint(path)
+    classes = checkpoint["classes"]
     try:
-        module, name = model_class
+        module, name = checkpoint["model_class"]
         home = script if module == "__main__" else importlib.import_module(module)
         model = getattr(home, name)(args, len(classes))
         common.load_weights(model, path)
@@ -107,10 +103,11 @@ def tuned_thresholds(run, classes):
     path = Path(run) / "result.json"
     if not path.exists():  # the run is unfinished
         return None
-    result = common.read_json(path, f"{run} is unfinished")
-    tuned = result.get("thresholds") if isinstance(result, dict) else {}
+    tuned = common.read_json(path, f"{run} is unfinished").get("thresholds")
     if tuned is None:  # no validation images
         return None
+    if not data_prep.fits(tuned, {str: float}):
+        common.die(f"{path}: thresholds should be a number for every class")
     missing = [name for name in classes if name not in tuned]
     if missing:
         common.die(f"{path} has no threshold for {', '.join(missing)}")
@@ -178,7 +175,7 @@ def labels(p, thresholds, classes, top):
 def say(line):
     """Prints; where nobody reads on (| head) only the files are still wanted"""
     try:
-        tqdm.write(line)
+        tqdm.write(data_prep.printable(line))
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -187,8 +184,8 @@ def say(line):
 def write_csv(path, files, p, classes):
     with common.replacing(path) as temporary, open(temporary, "w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["image", *classes])
-        writer.writerows([data_prep.printable(name), *row] for name, row in zip(files, p.tolist()))
+        writer.writerow(["image", *map(data_prep.cell, classes)])
+        writer.writerows([data_prep.cell(name), *row] for name, row in zip(files, p.tolist()))
 
 
 def draw(path, files, p, thresholds, classes, top):
@@ -270,6 +267,7 @@ def export(path, model, size, about, files):
 # ---- 5. Go
 
 if __name__ == "__main__":
+    sys.excepthook = data_prep.explain
     args = tyro.cli(Args, use_underscores=True)
     if args.top < 1:
         common.die(f"--top {args.top}: at least one label")
@@ -298,11 +296,11 @@ if __name__ == "__main__":
             if images:
                 p.append(probabilities(model, torch.stack(list(images.values())), device))
                 for path, row in zip(images, p[-1]):
-                    say(f"{data_prep.printable(path)}: {labels(row, thresholds, classes, args.top)}")
+                    say(f"{path}: {labels(row, thresholds, classes, args.top)}")
             files += images
             bar.update(len(batch))
 
-    print("\n".join(problems), end="\n" if problems else "", file=sys.stderr)
+    print("".join(f"{data_prep.printable(problem)}\n" for problem in problems), end="", file=sys.stderr)
     if paths and not files:
         common.die("there is not one readable image")
     if files and args.csv:

@@ -147,9 +147,9 @@ class Run:
         return self.dataset if in_root else str(path.resolve())
 
     def start(self):
-        """--init_from without seed, time and the number among those of one second"""
+        """--init_from without seed and, where it has no --name, time and number among those of one second"""
         given = self.settings.init_from
-        return re.sub(r"-s\d+-\d{8}-\d{6}(-\d+)?$", "", str(Path(given).resolve())) if given else ""
+        return re.sub(r"-s\d+(-\d{8}-\d{6}(-\d+)?)?$", "", str(Path(given).resolve())) if given else ""
 
     def published(self):
         """-> figure or None, whether it was reached with what this run has"""
@@ -386,7 +386,7 @@ def print_tables(datasets, args):
             parts.append(show(difference_table(rows, args.classes)))
         if 0 < args.classes < number_of_classes:
             parts.append(say(f"{args.classes} of {number_of_classes} classes; --classes 0 shows all"))
-    print("\n\n".join(filter(None, parts)))
+    print("\n".join(map(data_prep.printable, "\n\n".join(filter(None, parts)).split("\n"))))
 
 
 def print_csv(datasets):
@@ -397,12 +397,12 @@ def print_csv(datasets):
     known = lambda values: ["" if value is None or np.isnan(value) else value for value in values]
     for name, rows in datasets.items():
         for row in rows:
-            (figure, alike), start = row.published(), [name, row.method]
+            (figure, alike), start = row.published(), [data_prep.cell(name), data_prep.cell(row.method)]
             ends = figure, row.mAP()[0] - figure if figure else None, alike if figure else None
             ends += row.seconds(), row.images_per_s()
             writer.writerow([*start, "", len(row.runs), *known((*row.mAP(), *ends))])
             for label in row.runs[0].AP:
-                writer.writerow([*start, label, len(row.runs), *known(row.AP(label)), *[""] * 5])
+                writer.writerow([*start, data_prep.cell(label), len(row.runs), *known(row.AP(label)), *[""] * 5])
 
 
 # ---- 4. Page
@@ -600,6 +600,7 @@ def write_page(datasets, args, warnings):
 # ---- 5. Go
 
 if __name__ == "__main__":
+    sys.excepthook = data_prep.explain
     args = tyro.cli(Args, use_underscores=True)
     if args.markdown + args.latex + args.csv > 1:
         common.die("--markdown, --latex and --csv exclude each other")
@@ -621,7 +622,8 @@ if __name__ == "__main__":
     else:
         print_tables(datasets, args)
     said = len(warnings)
-    print("".join(f"warning: {warning}\n" for warning in warnings), end="", file=sys.stderr)
+    warn = lambda warnings: [print(f"warning: {data_prep.printable(warning)}", file=sys.stderr) for warning in warnings]
+    warn(warnings)
     if args.html:
         write_page(datasets, args, warnings)
-        print("".join(f"warning: {warning}\n" for warning in warnings[said:]), end="", file=sys.stderr)
+        warn(warnings[said:])

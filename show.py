@@ -212,13 +212,14 @@ def draw_attention(path, model, data, row, pixels, device):
 # ---- 4. Go
 
 if __name__ == "__main__":
+    sys.excepthook = data_prep.explain
     args = tyro.cli(Args, use_underscores=True)
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # Ctrl-C, without a traceback
     device = common.find_device(args.device)
     script, config = predict.find_script(args.run)
     model, settings, classes = predict.load_model(args.run, device)
     saved, out = Path(args.run, "last.pt"), Path(args.out or args.run)
-    last = common.read_state(saved) if saved.exists() else {}
+    last = common.read_checkpoint(saved) if saved.exists() else {}
     pseudo = last.get("labels", {}).get("pseudo")  # (N, C): 1, -1, 0 = none
     has_pseudo, has_attention = pseudo is not None, gives_attention(model)
     has_views = has_pseudo and all(hasattr(script, f) for f in FOR_VIEWS) and getattr(settings, "damp", True)

@@ -96,7 +96,7 @@ def script(workplace, monkeypatch, capsys):
         try:
             runpy.run_path(str(ROOT / name), run_name="__main__")
         except SystemExit as end:
-            if end.code:
+            if end.code or name == "predict.py":  # whose tests ask for its code
                 raise
         return capsys.readouterr().out
 
@@ -127,6 +127,16 @@ def metrics(run):
     """The rows of metrics.csv without the columns that no two runs share"""
     with open(run / "metrics.csv") as file:
         return [{name: value for name, value in row.items() if name not in TIMES} for row in csv.DictReader(file)]
+
+
+def make_its_own(run):
+    """The checkpoints of a run whose config.json a test has edited belong to it again"""
+    import common
+
+    config = json.loads((run / "config.json").read_text())
+    for path in run.glob("*.pt"):
+        checkpoint = torch.load(path, weights_only=True)
+        torch.save(checkpoint | {"identity": common.identity(config["method"], config["settings"])}, path)
 
 
 def assert_same_run(one, other):

@@ -527,7 +527,17 @@ def test_both_stages_in_one_run(script, squares, workplace):
         assert 0 <= row["pseudo_positives_per_image"] + row["pseudo_negatives_per_image"] <= 3  # of 4, one is observed
     assert table[-1]["queue_fill"] == 30
     assert {path.name for path in run.iterdir()} == {
-        *("config.json", "script.py", "metrics.csv", "last.pt", "best.pt", "stage1.pt", "curve.png", "result.json")
+        *(
+            "config.json",
+            "script.py",
+            "metrics.csv",
+            "last.pt",
+            "best.pt",
+            "stage1.pt",
+            "curve.png",
+            "result.json",
+            ".lock",
+        )
     }
     assert torch.load(run / "last.pt", weights_only=True)["stage"] == {"number": 2}
 

@@ -165,8 +165,8 @@ def test_code_that_is_not_the_runs_gives_one_sentence(mine, workplace, old, new,
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"model_class": None}, "doesn't name its classes and the class of its model"),  # of an old version
-        ({"classes": None}, "doesn't name its classes and the class of its model"),
+        ({"model_class": None}, "can't be built again: TypeError"),
+        ({"classes": None}, "can't be built again: TypeError"),
         ({"model_class": ["nowhere", "Net"]}, "can't be built again: ModuleNotFoundError: No module named 'nowhere'"),
         ({"model_class": "Mine"}, "can't be built again: ValueError"),
         ({"model_class": ["common", "Classifier"]}, "the model's code has changed"),
@@ -422,11 +422,11 @@ def test_pretrained_weights_are_not_asked_for(trained, workplace, monkeypatch):
     (workplace / "run").mkdir()
     weights = common.Classifier(args, 2).state_dict()
     best = {"model": weights, "classes": ["a", "b"], "model_class": ["common", "Classifier"]}
-    torch.save(best, workplace / "run/best.pt")
     shutil.copy(ROOT / "an.py", workplace / "run/script.py")
     settings = {**json.loads((trained / "config.json").read_text())["settings"], "backbone": "resnet18"}
-    config = {"method": "an", "settings": {**settings, "weights": "imagenet", "init_from": "gone"}}
+    config = {"method": "an", "settings": {**settings, "weights": "imagenet", "init_from": "gone"}, "processes": 1}
     (workplace / "run/config.json").write_text(json.dumps(config))
+    torch.save(best | {"identity": common.identity("an", config["settings"]), "probe": None}, workplace / "run/best.pt")
     monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda *_, **__: pytest.fail("a download"))
     model, _, classes = predict.load_model(workplace / "run", "cpu")
     assert classes == ["a", "b"]
@@ -441,7 +441,7 @@ def test_lists_in_a_config_are_tuples_again(trained, workplace):
         pair: tuple[float, float] = (0.0, 1.0)
 
     settings = {**common.asdict(Args()), "pair": [0.5, 2.0]}
-    (workplace / "config.json").write_text(json.dumps({"settings": settings}))
+    (workplace / "config.json").write_text(json.dumps({"method": "x", "processes": 1, "settings": settings}))
     assert common.read_run_settings(Args, workplace).pair == (0.5, 2.0)
 
 

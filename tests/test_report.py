@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, SMALL, finish, metrics, only_run, start
+from conftest import ROOT, SMALL, finish, make_its_own, metrics, only_run, start
 
 import an
 import common
@@ -44,6 +44,7 @@ def copy(source, target, settings=(), result=(), **config):
         if name == "config.json":
             content["settings"] |= dict(settings)
         (target / name).write_text(json.dumps(content))
+    make_its_own(target)
     return target
 
 
@@ -259,6 +260,7 @@ def test_a_copied_script_is_a_method(compare, runs, trained, workplace):
         config = read(workplace / name, "config.json") | {"method": "ll-r"}
         (workplace / name / "config.json").write_text(json.dumps(config))
         (workplace / name / "script.py").write_text(text)
+        make_its_own(workplace / name)
     out, warnings = compare(*runs, "a", "b", "--html", "page.html")
     assert warnings == []
     assert re.search(r"^ll-r.py +1 +99.00", out, re.M)

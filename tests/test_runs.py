@@ -127,7 +127,7 @@ def test_resume_of_a_finished_run_says_so(trained, script, workplace):
     shutil.copytree(trained, workplace / "copy")
     before = {path: path.stat().st_mtime_ns for path in (workplace / "copy").iterdir()}
     mAP = json.loads((trained / "result.json").read_text())["test_mAP"]
-    assert script("an.py", "--resume", "copy") == f"copy: finished, test mAP {mAP:.2f}\n"
+    assert script("an.py", "--resume", "copy") == f"copy: finished after epoch 4, test mAP {mAP:.2f}\n"
     assert before == {path: path.stat().st_mtime_ns for path in (workplace / "copy").iterdir()}
 
 
@@ -404,7 +404,12 @@ def test_two_processes_train_resume_and_measure(trained, squares, workplace):
     assert out.count("epoch  4/4") == 1
     run = only_run(workplace)
     assert len(metrics(run)) == 4
-    assert finish(start(*TORCHRUN, ROOT / "an.py", "--resume", run, cwd=workplace)).count(": finished, test mAP") == 1
+    assert (
+        finish(start(*TORCHRUN, ROOT / "an.py", "--resume", run, cwd=workplace)).count(
+            ": finished after epoch 4, test mAP"
+        )
+        == 1
+    )
 
 
 def test_two_processes_share_the_embedding(squares, workplace):

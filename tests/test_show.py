@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, SMALL, finish, only_run, start, write_dataset
+from conftest import ROOT, SMALL, finish, make_its_own, only_run, start, write_dataset
 from PIL import Image
 
 import aevlp
@@ -404,10 +404,12 @@ def test_a_clip_that_is_gone_is_not_made_anew(draw, script, squares, tiny_clip, 
     config = json.loads((run / "config.json").read_text())
     config["settings"]["clip_model"] = "scenes"
     (run / "config.json").write_text(json.dumps(config))
+    make_its_own(run)
     with pytest.raises(SystemExit, match="there is no data/scenes_clip here"):
         draw(run)
     config["settings"]["dataset"] = "scenes"
     (run / "config.json").write_text(json.dumps(config))
+    make_its_own(run)
     with pytest.raises(SystemExit, match="there is no data/scenes here"):
         draw(run)
     assert [path.name for path in (workplace / "data").iterdir()] == ["embeddings"]
