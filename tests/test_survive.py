@@ -661,7 +661,7 @@ def test_low_limits_are_a_sentence(squares, workplace):
     command = [sys.executable, str(ROOT / "an.py"), "--dataset", squares, *map(str, FLAGS)]
     for kind, limit, expected in (
         (resource.RLIMIT_AS, 8_000_000_000, "error: out of memory: try a smaller --batch_size"),
-        (resource.RLIMIT_NOFILE, 10, "error: Too many open files"),
+        (resource.RLIMIT_NOFILE, 7, "error: Too many open files"),
     ):
         size = ("--batch_size", "80", "--image_size", "1500") if "memory" in expected else ()
         done = subprocess.run(
@@ -689,3 +689,53 @@ def test_a_bug_keeps_its_traceback(squares, workplace):
     out = finish(start(script, "--dataset", squares, *FLAGS, cwd=workplace), code=1)
     assert "Traceback" in out
     assert "bckward" in out
+
+
+# ---- docs/clusters.md
+
+
+@pytest.fixture(scope="module")
+def blocks():
+    text = (ROOT / "docs/clusters.md").read_text()
+    return [block.split("```")[0] for block in text.split("```bash\n")[1:]]
+
+
+def test_the_sbatch_script_requeues(blocks, squares, whole, workplace):
+    """With a stand-in for scontrol: stopped before its time limit it is queued again, and ends with the same bits"""
+    (block,) = [block for block in blocks if "#SBATCH" in block]
+    assert len(block.splitlines()) <= 12 + 2
+    flags = f"--dataset {squares} {' '.join(map(str, FLAGS))} --save_minutes 1e-9"
+    block = block.replace("python vlpl.py --dataset voc", f"{sys.executable} {ROOT / 'an.py'} {flags}")
+    (workplace / "job.sh").write_text(block)
+    (workplace / "scontrol").write_text('#!/bin/bash\necho "$@" > requeued\n')
+    (workplace / "scontrol").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{workplace}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment |= {"SLURM_ARRAY_TASK_ID": "0", "SLURM_JOB_ID": "7", "PYTHONPATH": str(ROOT)}
+    job = lambda: subprocess.Popen(["bash", "job.sh"], cwd=workplace, env=environment)
+    first = job()
+    wait_for(lambda: (workplace / "runs/voc-vlpl-s0/last.pt").exists(), first)
+    first.terminate()
+    assert first.wait(60) == 143
+    assert (workplace / "requeued").read_text() == "requeue 7\n"
+    assert job().wait(120) == 0
+    assert_same_run(workplace / "runs/voc-vlpl-s0", whole)
+
+
+def test_the_loop_of_the_docs_is_a_sweep(blocks, squares, workplace):
+    (block,) = [block for block in blocks if "for seed" in block]
+    for old, new in (
+        (
+            "python $method.py --dataset voc",
+            f"{sys.executable} {ROOT}/$method.py --dataset {squares} {' '.join(SMALL)} --epochs 1",
+        ),
+        ("an em_apl role ll vlpl", "an role"),
+        ("0 1 2", "0 1"),
+        ("python report.py", f"{sys.executable} {ROOT}/report.py"),
+    ):
+        assert block.count(old) == 1
+        block = block.replace(old, new)
+    for done in (0, 4):
+        out = subprocess.run(["bash", "-c", block], cwd=workplace, capture_output=True, text=True, check=True).stdout
+        assert out.count("finished after epoch 1") == done
+    assert len(list((workplace / "runs").iterdir())) == 4
+    assert "an.py " in out
