@@ -164,14 +164,15 @@ def read_config(run):
 def identity(method, settings):
     """All that decides a run's results, as JSON has it: the settings by their flags, and the script"""
     kept = {f"--{name}": value for name, value in settings.items() if name not in RESUME_MAY_CHANGE}
-    kept["--dataset"] = Path(settings["dataset"]).name  # its folder may be moved
+    kept["--dataset"] = Path(str(settings.get("dataset"))).name  # its folder may be moved
     return json.loads(json.dumps({"script": f"{method}.py", **kept}))
 
 
 def differences(then, now):
     """Between two identities, in words"""
-    names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-    return ", ".join(f"{name} was {then.get(name)} and is {now.get(name)}" for name in names)
+    return ", ".join(
+        f"{name} was {then[name]} and is {now[name]}" for name in then if then[name] != now.get(name, then[name])
+    )
 
 
 # -- processes, for all rooms
@@ -226,13 +227,6 @@ def gather_objects(mine):
     if world() > 1:
         dist.all_gather_object(values, mine)
     return values
-
-
-def leave():
-    """Ends the group of processes when all have come here: rank 0 may still have been writing"""
-    if world() > 1:
-        barrier()
-        dist.destroy_process_group()
 
 
 def progress(items, what, **more):
@@ -510,8 +504,9 @@ def read_state(path):
 def read_checkpoint(path):
     """A run's last.pt, best.pt or stage1.pt, if it is whole and belongs to the run whose directory it is in"""
     checkpoint, config = read_state(path), read_config(path.parent)
-    needed = {"last.pt": {"run", "scaler", "embedding_seconds"}, "best.pt": {"model_class", "probe"}}
-    if missing := ({"model", "classes", "identity"} | needed.get(path.name, set())) - checkpoint.keys():
+    of_a_run, of_a_model = {"run", "scaler", "embedding_seconds", "inside", "data"}, {"model_class", "probe"}
+    needed = of_a_run if path.name in ("last.pt", "inside.pt") else of_a_model
+    if missing := ({"model", "classes", "identity"} | needed) - checkpoint.keys():
         die(f"{path} lacks {', '.join(sorted(missing))}: it is not a run's checkpoint, or of an old version")
     if apart := differences(checkpoint["identity"], identity(config["method"], config["settings"])):
         die(f"{path} is a checkpoint of another run: {apart}")
@@ -743,12 +738,13 @@ def find_device(name):
 
 def join_processes(args):
     """Joins the others under torchrun; -> this process's device, and the dtype of autocast (None: full precision)"""
-    device, amp = find_device(args.device), args.amp
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1 and args.device != "cpu" and torch.cuda.is_available()
+    device, amp = find_device(f"cuda:{os.environ['LOCAL_RANK']}" if several else args.device), args.amp
     cuda = device.type == "cuda"
-    if cuda and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        device = find_device(f"cuda:{os.environ['LOCAL_RANK']}")
     if dist.is_torchelastic_launched() and not dist.is_initialized():
         ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        # of what one process does alone; that another is dead is found by watch_processes
+        ranks |= {"timeout": timedelta(hours=2), "device_id": device if cuda else None}
         dist.init_process_group("nccl" if cuda else "gloo", store=torchrun_store(1800), **ranks)
     if cuda:
         torch.cuda.set_device(device)
@@ -777,17 +773,17 @@ def launch():
 
 
 def watch_processes():
-    """Starts a thread that ends this process when torchrun is gone, or another process gives no sign of life: a
-    collective operation would wait for it until its time-out, half an hour"""
-    parent, stop = os.getppid(), threading.Event()
+    """Starts a thread, and returns what ends it, that ends this process when torchrun is gone or another is silent: a
+    collective operation would wait for it until its time-out"""
+    parent, stop, own, everyone = os.getppid(), threading.Event(), rank(), range(world())
 
     def silent(store):
         """Why this process should end, as soon as there is a reason; "" when it ends itself"""
         beats, awake = {}, time.monotonic()
         while not stop.wait(2):
-            store.set(f"alive {rank()}", str(time.monotonic()))
+            store.set(f"alive {own}", str(time.monotonic()))
             slept, awake = time.monotonic() - awake > SILENCE / 2, time.monotonic()  # suspended, with all the others
-            for other in range(world()):
+            for other in everyone:
                 beat = store.get(f"alive {other}") if store.check([f"alive {other}"]) else None
                 if slept or beat != beats.get(other, (None,))[0] or beat is None:
                     beats[other] = beat, awake
@@ -803,12 +799,17 @@ def watch_processes():
         except RuntimeError as problem:
             reason = f"the other processes can't be reached ({in_a_line(problem)[:100]})"
         if reason and dist.is_initialized() and not stop.is_set():
-            print(f"error: {reason}: process {rank()} ends", file=sys.stderr, flush=True)
+            print(f"error: {reason}: process {own} ends; --resume the run", file=sys.stderr, flush=True)
             os._exit(1)
+
+    def end():
+        stop.set()
+        thread.join(SILENCE)  # a thread that is killed inside torch would take the process with it
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
-    atexit.register(lambda: (stop.set(), thread.join(5)))
+    atexit.register(end)
+    return end
 
 
 RESERVED = {"run", "scaler", "classes", "embedding_seconds", "probe", "model_class", "epoch", "thresholds"}
@@ -847,18 +848,19 @@ def seed_all(seed):
     random.seed(seed)
 
 
-def random_state(restored=None):
+def random_state(device, restored=None):
     """State of all global generators, as a checkpoint can hold it; `restored` is put back"""
+    cuda = device.type == "cuda"
     if restored:
         torch.set_rng_state(restored["torch"])
-        torch.cuda.set_rng_state_all(restored["cuda"])
+        if cuda and restored["cuda"] is not None:
+            torch.cuda.set_rng_state(restored["cuda"], device)
         kind, keys, *rest = restored["numpy"]
         np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
         random.setstate(restored["python"])
     kind, keys, *rest = np.random.get_state()
     state = {"torch": torch.get_rng_state(), "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest)}
-    state["cuda"] = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return state | {"python": random.getstate()}
+    return state | {"cuda": torch.cuda.get_rng_state(device) if cuda else None, "python": random.getstate()}
 
 
 class Run:
@@ -867,9 +869,10 @@ class Run:
     def __init__(self, args, script):
         self.args, self.script, self.method = args, Path(script), Path(script).stem
         self.device, self.dtype = join_processes(args)
+        self.stop_watching = watch_processes() if world() > 1 else lambda: None
         args.resume = broadcast(self.find_earlier() if rank() == 0 else None)
         if args.resume is None:
-            leave()
+            self.leave()
             sys.exit(0)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         if args.batch_size < world():
@@ -877,6 +880,7 @@ class Run:
         self.loader = Loader(args, self.device)
         self.cache = EmbeddingCache(args.data_root, self.loader)
         self.data = self.directory = self.lock = None  # from prepare() on
+        self.fingerprint = ""  # of the training images and labels
         self.in_model, self.state, self.summaries = set(), {}, {}  # ids of the model's weights; what last.pt carries
         self.checkpoint, self.passes, self.saved = {}, 0, time.monotonic()  # last.pt, if it is resumed inside an epoch
         self.epoch, self.last_epoch, self.steps = 0, args.epochs, 0
@@ -885,24 +889,33 @@ class Run:
         self.seen, self.began, self.training_began = 0, 0.0, 0.0  # images and times of this epoch
         self.logged, self.counts, self.unchecked, self.batch = {}, [], [], 0  # of this epoch too
         self.idx, self.weight, self.stepped = None, 1.0, True  # this batch
+        self.in_batches, self.signal = False, None  # a signal that ends the run after this step
         if args.tensorboard and not importlib.util.find_spec("tensorboard"):
             die("--tensorboard needs one more package: pip install tensorboard")
         for name in {"SIGINT", "SIGTERM", "SIGUSR1"} & set(dir(signal)):
             signal.signal(getattr(signal, name), self.interrupt)
-        if world() > 1:
-            watch_processes()
         seed_all(args.seed)
 
     def autocast(self):
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None)
 
-    def interrupt(self, number, _):
+    def interrupt(self, number, _=None):
         """Ctrl-C, SIGTERM or SIGUSR1. Whatever they interrupt, files are whole: they are replaced, not changed"""
         signal.signal(number, signal.SIG_IGN if world() > 1 else signal.SIG_DFL)
+        if number != signal.SIGINT and self.in_batches and world() == 1 and not self.signal:
+            self.signal = number  # save_inside() saves after this step, and comes back here
+            return
         if self.directory and rank() == 0 and not self.args.eval_only:
             start = "python" if world() == 1 else "torchrun ..."
             print(f"\nstopped; resume with: {start} {sys.argv[0]} --resume {self.directory}", file=sys.stderr)
         sys.exit(130 if number == signal.SIGINT else 143)
+
+    def leave(self):
+        """Ends the group of processes when all have come here: rank 0 may still have been writing"""
+        barrier()
+        self.stop_watching()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     # -- directory and model
 
@@ -911,16 +924,16 @@ class Run:
         again; "" where it begins, None where it has ended"""
         args, named = self.args, Path(self.args.out, self.args.name)
         given = args.resume or args.eval_only or (str(named) if args.name and (named / "config.json").exists() else "")
-        if launch() and not (given or args.name):
-            configs = Path(args.out).glob("*/config.json")
-            given = next((str(path.parent) for path in configs if json.dumps(launch()) in path.read_text()), "")
+        if launch() and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0" and not (given or args.name):
+            key, configs = json.dumps(launch()).encode(), Path(args.out).glob("*/config.json")
+            given = next((str(path.parent) for path in configs if key in path.read_bytes()), "")
         if not given:
             return ""
         config, path = read_config(Path(given)), Path(given, "result.json")
         if config["method"] != self.method:
             die(f"{given} was made by {config['method']}.py: give it to that script")
         if apart := differences(identity(self.method, config["settings"]), identity(self.method, asdict(args))):
-            die(f"{given} is a run of other settings: {apart}. Choose another --name, or the same settings")
+            die(f"{given} is a run of other settings: {apart}. Choose the same settings, or another --name")
         if path.exists() and not args.eval_only:
             result = read_json(path, "", test_mAP=(float, type(None)))
             mAP = f", test mAP {result['test_mAP']:.2f}" if result.get("test_mAP") is not None else ""
@@ -928,6 +941,8 @@ class Run:
             return None
         if not args.eval_only and config["processes"] != world():
             print(f"note: begun with {config['processes']} processes; with {world()} the numbers differ a little")
+        if not args.eval_only and Path(given, "script.py").read_bytes() != self.script.read_bytes():
+            print(f"note: {self.script.name} has changed since {given} began; what it was then is in its script.py")
         return "" if args.eval_only else given
 
     def open_directory(self):
@@ -942,8 +957,8 @@ class Run:
         if rank() == 0 and not args.eval_only:
             self.lock = data_prep.lock(directory)
         if rank() == 0 and new:
-            if (directory / "config.json").exists() or (directory / "last.pt").exists():
-                die(f"{directory} was begun by another process meanwhile: start this again")
+            if found := {path.name for path in directory.glob("[!.]*")} - {"script.py"}:
+                die(f"{directory} is no run, but holds {sorted(found)[0]}: choose another --name")
             self.describe(directory)
         return broadcast(directory)
 
@@ -1052,7 +1067,9 @@ class Run:
             if flip and not split.features:
                 x = torch.where(flips[share].view(-1, *[1] * (x.ndim - 1)), x.flip(-1), x)
             self.idx, self.weight = order[share], len(x) * world() / (stop - start)
+            self.in_batches = True
             yield x, split.z[self.idx], self.idx
+            self.in_batches = False
             self.save_inside(at, total)
 
     def backward(self, loss):
@@ -1207,7 +1224,9 @@ class Run:
         modules, optimizers, schedulers, and namespaces of tensors and numbers."""
         self.state = state
         self.namespaces()  # are they such that can be saved?
-        self.data.train.z = self.data.train.z.clone()  # a namespace may hold, and restore, the tensor itself
+        train = self.data.train
+        train.z = train.z.clone()  # a namespace may hold, and restore, the tensor itself
+        self.fingerprint = hash_tensors({data_prep.hash_names(train.images.names[row] for row in train.rows): train.z})
         if not isinstance(state.get("model"), nn.Module):
             die(f"{self.script.name}: run.epochs needs model=model, which is trained, saved and evaluated")
         if self.args.eval_only:  # the best weights are in place since prepare()
@@ -1227,13 +1246,15 @@ class Run:
                 if isinstance(thing, torch.optim.Optimizer):
                     thing.zero_grad()  # what was accumulated for a step that did not come
             yield self.epoch
+            if self.checkpoint:
+                die(f"{self.script.name} makes fewer passes over its batches than before: start a new run")
             if not self.rows or self.rows[-1]["epoch"] != self.epoch:
                 die(f"{self.script.name}: every epoch must end with run.evaluate(model, data)")
             self.save()
         if rank() == 0 and not self.args.eval_only:
             self.report()
             self.lock.close()
-        leave()
+        self.leave()
 
     @property
     def finished(self):
@@ -1273,12 +1294,12 @@ class Run:
         if inside:
             logged, own = {name: torch.stack(values) for name, values in self.logged.items()}, io.BytesIO()
             on_host = [name for name in logged if logged[name].device.type == "cpu"]
-            content = {"spaces": spaces, "logged": logged, "on_host": on_host, "random": random_state()}
+            content = {"spaces": spaces, "logged": logged, "on_host": on_host, "random": random_state(self.device)}
             content |= {"counts": sum(self.counts) if self.counts else None, "buffers": self.buffers()}
             torch.save(content, own)  # bytes: tensors would arrive on the device that they come from
             inside = {
                 **inside,
-                "processes": gather_objects(torch.frombuffer(own.getvalue(), dtype=torch.uint8).clone()),
+                "processes": gather_objects(torch.frombuffer(bytearray(own.getvalue()), dtype=torch.uint8)),
             }
         self.saved = time.monotonic()
         if rank() > 0:
@@ -1287,25 +1308,28 @@ class Run:
         last = {"run": {name: getattr(self, name) for name in names}, "scaler": self.scaler.state_dict()}
         last |= {"classes": self.data.classes, "embedding_seconds": self.cache.seconds, **spaces}
         last |= {name: unwrap(thing).state_dict() for name, thing in self.state.items() if name not in spaces}
-        last |= {"identity": identity(self.method, asdict(self.args)), "inside": inside}
+        last |= {"identity": identity(self.method, asdict(self.args)), "inside": inside, "data": self.fingerprint}
         last["probe"] = probe(unwrap(self.state["model"]), self.args.image_size)
-        with replacing(self.directory / "last.pt") as temporary:
+        with replacing(self.directory / ("inside.pt" if inside else "last.pt")) as temporary:
             torch.save(last, temporary)
         if inside:
             return
+        (self.directory / "inside.pt").unlink(missing_ok=True)
         self.write_metrics()
         if self.rows[-1]["seconds"] > 20:  # to be looked at while it goes on
             plot_curve(self.rows, self.best["epoch"], self.directory / "curve.png")
 
     def save_inside(self, done, total):
         """After `done` of the `total` batches of an epoch: a checkpoint, if --save_minutes have passed"""
-        due = 0 < self.args.save_minutes <= (time.monotonic() - self.saved) / 60
+        due = self.signal or 0 < self.args.save_minutes <= (time.monotonic() - self.saved) / 60
         rarely = world() == 1 or done % CHECK_EVERY == 0  # for the processes have to agree
         if self.stepped and rarely and broadcast(due):  # not while gradients are accumulated
             self.check_losses()
             now = time.perf_counter()
             times = {"seconds": now - self.began, "training_seconds": now - self.training_began}
             self.save({"pass": self.passes, "done": done, "total": total, "batch": self.batch, **times})
+        if self.signal:
+            self.interrupt(self.signal)
 
     def buffers(self):
         return [buffer for thing in self.state.values() if isinstance(thing, nn.Module) for buffer in thing.buffers()]
@@ -1322,7 +1346,7 @@ class Run:
         """All as it was in the middle of the epoch, whatever the script has computed before its loop over the batches;
         -> how many of how many batches are done"""
         inside, now = self.checkpoint["inside"], time.perf_counter()
-        own = io.BytesIO(inside["processes"][rank() % len(inside["processes"])].numpy().tobytes())
+        own = io.BytesIO(inside["processes"][rank()].numpy().tobytes())
         own = torch.load(own, map_location="cpu", weights_only=True)
         self.load_state(self.checkpoint, own["spaces"])
         for buffer, value in zip(self.buffers(), own["buffers"]):
@@ -1332,14 +1356,23 @@ class Run:
         self.counts = [] if own["counts"] is None else [own["counts"].to(self.device)]
         self.began, self.training_began = now - inside["seconds"], now - inside["training_seconds"]
         self.batch, self.checkpoint = inside["batch"], {}
-        random_state(own["random"])
+        random_state(self.device, own["random"])
         return inside["done"], inside["total"]
 
     def restore(self):
-        path = self.directory / "last.pt"
-        if not path.exists():  # stopped in its first epoch
+        paths = [
+            path for path in (self.directory / "last.pt", self.directory / "inside.pt") if broadcast(path.exists())
+        ]
+        found = [read_checkpoint(path) for path in paths]
+        if len(found) == 2 and found[1]["run"]["epoch"] <= found[0]["run"]["epoch"]:
+            found.pop()  # of an epoch that has ended since
+        if found and found[-1]["inside"] and len(found[-1]["inside"]["processes"]) != world():
+            found.pop()  # of other shares of the batches: the epoch begins again
+        if not found:  # stopped in its first epoch
             return
-        last = read_checkpoint(path)
+        last, path = found[-1], paths[len(found) - 1]
+        if last["data"] != self.fingerprint:
+            die(f"{path} was made with other training images or observed labels, or in another order")
         if missing := [name for name in self.state if name not in last]:
             die(f"{path} has no {', '.join(missing)}, which run.epochs is given now: start a new run")
         self.load_state(last, last)

@@ -12,6 +12,7 @@ import copy
 import csv
 import errno
 import glob
+import gzip
 import hashlib
 import http.client
 import importlib
@@ -78,7 +79,9 @@ class Args:
 
 PROTOCOL_SEED = 1200  # of the split and of the observed labels (Cole et al. 2021); never that of a run
 UNFINISHED = "UNFINISHED"  # marker file in a data set's folder while this script writes there
+Image.init()
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")  # not EPS: it runs programs
+FORMATS = tuple(name for name in FORMATS if name in Image.OPEN)  # Pillow may be built without some
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what PIL raises at damaged images
 
 
@@ -119,8 +122,10 @@ def explain(kind, problem, trace):
         sentence = "out of memory: try a smaller --batch_size or --image_size, or fewer --workers"
     elif "can't start new thread" in text:
         sentence = "no more threads can be started: lower --workers, or raise the limit (ulimit -u)"
-    elif kind.__name__.startswith("Dist") or "Connection closed by peer" in text or "Connection reset by peer" in text:
+    elif "Connection closed by peer" in text or "Connection reset by peer" in text:
         sentence = "another process of this run has ended"
+    elif kind.__name__.startswith("Dist"):  # of torch.distributed
+        sentence = f"the processes can't work together: {text.splitlines()[0]}"
     if sentence:
         print(f"error: {printable(sentence)}", file=sys.stderr)
     else:
@@ -161,7 +166,7 @@ def write_json(path, content):
 def replacing(path):
     """A temporary path that replaces `path` if the block raises nothing: readers see old or new, never half, after a
     power cut too. A link's target is replaced; what is no regular file (a device, a FIFO) is written to."""
-    special = (path.exists() and not path.is_file()) or path.absolute().is_relative_to("/dev")
+    special = (path.exists() and not path.is_file()) or str(path).startswith(("/dev/std", "/dev/fd/", "/proc/"))
     target = path if special else Path(os.path.realpath(path))
     stem, folder = (
         f".{target.name[:100]}.{socket.gethostname()}.",
@@ -190,6 +195,8 @@ def replacing(path):
 
 def sync(path):
     """To the disk, so that a power cut after a rename leaves no empty file"""
+    if os.name == "nt":  # has no such thing for folders, or for files that are read
+        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -201,6 +208,8 @@ def sync(path):
 
 
 def is_running(pid):
+    if os.name == "nt":  # where signal 0 is Ctrl-C
+        return True
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -223,8 +232,10 @@ def lock(folder):
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         die(f"{folder} is in use by {path.read_text().strip()}: wait until it has ended, or stop it")
-    except OSError:  # a file system without locks
-        pass
+    except OSError as problem:
+        print(
+            f"note: {folder} can't be locked ({problem}): see to it that no other process writes there", file=sys.stderr
+        )
     file.truncate(0)
     print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
     return file
@@ -572,7 +583,7 @@ def extract(archive, folder):
                             if left < 0:
                                 die(f"{archive} holds far more than its size suggests: it is not the published file")
                             file.write(block)
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, RuntimeError, NotImplementedError) as problem:
+    except (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, EOFError, zlib.error, RuntimeError) as problem:
         die(f"{archive} is damaged or unsafe ({problem}): delete it and run this again")
     except OSError as problem:
         die(f"{folder} can't be written: {problem}")
@@ -876,7 +887,8 @@ def write_source(folder, name, source):
     for old in folder.glob("formatted_*.npy"):
         old.unlink()
     for file, content in files.items():
-        (folder / file).write_bytes(content)
+        with replacing(folder / file) as temporary:
+            temporary.write_bytes(content)
     check_counts(folder)
     unfinished.unlink()
 
@@ -959,6 +971,8 @@ def visit_chunk(job):
             pixels[row] = image
         elif target and not np.array_equal(pixels[row], image):
             failed[row] = f"{image_folder / name}: not the same pixels as in {target}"
+    if target and not compare:
+        pixels.flush()  # before they count as done
     return rows, failed
 
 
@@ -1014,6 +1028,7 @@ def make_cache(images, what):
     problems = visit(images, what, partial, np.flatnonzero(done != times), compare=False, finished=finished)
     if not problems:
         write_json(images.cache.with_suffix(".json"), description)
+        sync(partial)
         os.replace(partial, images.cache)
         done_path.unlink()
     return problems

@@ -266,6 +266,7 @@ def replacing(folder, name, description):
             new.mkdir()
             yield new
             write_json(new / name, description)
+            os.sync()  # a power cut after the rename leaves whole files
             if is_made(folder, name, description):
                 return
             if folder.exists():

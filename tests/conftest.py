@@ -165,13 +165,16 @@ def assert_a_kill_changes_nothing(name, *flags, cwd):
 
 
 def kill_inside(process, cwd, epoch):
-    """Kills the run in `cwd`/killed when its last.pt is of the third batch of an epoch, or a later one"""
+    """Kills the run in `cwd`/killed when its inside.pt is of the third batch of an epoch, or a later one"""
     inside = None
     while not inside or inside["done"] < min(3, inside["total"] - 1):
         assert process.poll() is None, process.communicate()
         time.sleep(0.002)
-        for path in cwd.glob("killed/*/last.pt"):
-            last = torch.load(path, weights_only=True)
+        for path in cwd.glob("killed/*/inside.pt"):
+            try:
+                last = torch.load(path, weights_only=True)
+            except FileNotFoundError:  # the epoch has ended
+                continue
             assert last["run"]["epoch"] <= epoch, "too late"
             inside = last["inside"] if last["run"]["epoch"] == epoch else None
     process.send_signal(signal.SIGKILL)

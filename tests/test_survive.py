@@ -91,7 +91,7 @@ def test_the_same_command_with_a_name_goes_on(squares, whole, workplace):
 def test_a_name_belongs_to_one_run(squares, whole, script, workplace):
     shutil.copytree(whole, workplace / "runs/first")
     for name, flags, expected in (
-        ("an.py", ("--seed", 1), "of other settings: --seed was 0 and is 1. Choose another --name"),
+        ("an.py", ("--seed", 1), "of other settings: --seed was 0 and is 1. Choose the same"),
         ("an.py", ("--lr", 1), "--lr was 0.003 and is 1.0"),
         ("em_apl.py", (), "was made by an.py"),
         ("an.py", ("--resume", whole), "leave it out, the run has a directory"),
@@ -101,7 +101,7 @@ def test_a_name_belongs_to_one_run(squares, whole, script, workplace):
             script(name, "--dataset", squares, *FLAGS, "--name", "first", *flags)
     (workplace / "runs/mine").mkdir()
     (workplace / "runs/mine/last.pt").write_text("")
-    with pytest.raises(SystemExit, match="runs/mine was begun by another"):
+    with pytest.raises(SystemExit, match="runs/mine is no run, but holds last.pt"):
         script("an.py", "--dataset", squares, *FLAGS, "--name", "mine")
 
 
@@ -167,8 +167,8 @@ def test_two_processes_go_on_inside_an_epoch(squares, workplace, monkeypatch):
     inside, found = None, []
     while not inside or inside["done"] < 4:
         assert process.poll() is None, process.communicate()
-        found = list(workplace.glob("killed/*/last.pt"))
-        last = torch.load(found[0], weights_only=True) if found else {"run": {"epoch": 0}}
+        found = found or list(workplace.glob("killed/*/inside.pt"))
+        last = torch.load(found[0], weights_only=True) if found and found[0].exists() else {"run": {"epoch": 0}}
         inside = last["inside"] if last["run"]["epoch"] == 2 else None
     workers = children(process.pid)
     for pid in (process.pid, *workers):
@@ -205,14 +205,59 @@ def test_a_pass_that_was_done_is_not_repeated(squares, workplace):
     inside = {"pass": 1}
     while not (inside and inside["pass"] == 2 and inside["done"] > 2):
         assert process.poll() is None, process.communicate()
-        for path in workplace.glob("killed/*/last.pt"):
-            inside = torch.load(path, weights_only=True)["inside"]
+        for path in workplace.glob("killed/*/inside.pt"):
+            inside = torch.load(path, weights_only=True)["inside"] if path.exists() else inside
     process.kill()
     process.communicate()
     finish(start(script, "--resume", path.parent, cwd=workplace))
     (whole,) = (workplace / "whole").iterdir()
     assert torch.load(whole / "last.pt", weights_only=True)["run"]["steps"] == 3 * 20
     assert_same_run(path.parent, whole)
+
+
+def test_sigterm_saves_the_step(squares, whole, workplace):
+    process = start(ROOT / "an.py", "--dataset", squares, *FLAGS, "--save_minutes", 0, cwd=workplace)
+    assert process.stdout.readline()  # it has begun
+    time.sleep(0.5)
+    process.terminate()
+    finish(process, code=143)
+    run = only_run(workplace)
+    assert (run / "inside.pt").exists() or (run / "last.pt").exists()
+    out = finish(start(ROOT / "an.py", "--resume", run, cwd=workplace))
+    assert "resumed after epoch" in out
+    assert_same_run(run, whole)
+
+
+def test_with_other_processes_the_epoch_begins_again(squares, workplace):
+    flags = ("--dataset", squares, *FLAGS, "--out", "killed", "--save_minutes", 1e-9)
+    kill_inside(start(ROOT / "an.py", *flags, cwd=workplace), workplace, 2)
+    (run,) = (workplace / "killed").iterdir()
+    out = finish(start(*TORCHRUN, ROOT / "an.py", "--resume", run, cwd=workplace))
+    assert "note: begun with 1 processes" in out
+    assert "resumed after epoch 1\n" in out
+    assert [row["epoch"] for row in metrics(run)] == ["1", "2", "3"]
+    assert not (run / "inside.pt").exists()
+
+
+def test_other_images_and_another_script_are_noticed(workplace):
+    folder = write_dataset(workplace / "own")
+    kill_inside(
+        start(ROOT / "an.py", "--dataset", folder, *FLAGS, "--out", "killed", "--save_minutes", 1e-9, cwd=workplace),
+        workplace,
+        2,
+    )
+    (run,) = (workplace / "killed").iterdir()
+    for name in ("images", "labels"):
+        path = folder / f"formatted_train_{name}.npy"
+        np.save(path, np.load(path)[::-1])
+    out = finish(start(ROOT / "an.py", "--resume", run, cwd=workplace), code=1)
+    assert "inside.pt was made with other training images or observed labels, or in another order" in out
+    for name in ("images", "labels"):
+        path = folder / f"formatted_train_{name}.npy"
+        np.save(path, np.load(path)[::-1])
+    (workplace / "an.py").write_text((ROOT / "an.py").read_text() + "# mine\n")
+    out = finish(start(workplace / "an.py", "--resume", run, cwd=workplace))
+    assert "note: an.py has changed since killed/" in out
 
 
 # ---- one writer
