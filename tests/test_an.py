@@ -73,7 +73,7 @@ EVERYWHERE = {
     "--lr 0": "--lr must be above 0, not 0.0",
     "--lr inf": "--lr must be a finite number, not inf",
     "--lr nan": "--lr must be a finite number, not nan",
-    "--patience -2": "--patience must be at least -1 and at most 256, not -2",
+    "--patience -2": "--patience must be at least -1 and below 2^31, not -2",
     "--known_ratio 1.5": "--known_ratio must be between 0 and 1, not 1.5",
     "--seed -1": "--seed must be at least 0 and below 2^31, not -1",
     "--workers -2": "--workers must be at least -1 and at most 256, not -2",
