@@ -813,7 +813,7 @@ def watch_processes():
 
 
 RESERVED = {"run", "scaler", "classes", "embedding_seconds", "probe", "model_class", "epoch", "thresholds"}
-RESERVED |= {"identity", "inside"}
+RESERVED |= {"identity", "inside", "data"}
 
 
 def check_state(name, thing):
@@ -1285,8 +1285,8 @@ class Run:
     def save(self, inside=None):
         """last.pt, at the end of an epoch or `inside` one, where every process has something of its own"""
         spaces = self.namespaces()
-        values = {f"{name}.{key}": value for name, space in spaces.items() for key, value in space.items()}
         if world() > 1 and not inside:  # else rank 0's would be saved for all
+            values = {f"{name}.{key}": value for name, space in spaces.items() for key, value in space.items()}
             digests = {name: hash_tensors({"": v}) if torch.is_tensor(v) else repr(v) for name, v in values.items()}
             everyone = gather_objects(digests)
             if apart := [name for name in digests if len({theirs.get(name) for theirs in everyone}) > 1]:

@@ -89,7 +89,6 @@ CLIP = ("clip_model", "clip_pretrained")
 SETTING = ("linear", "known_ratio", "init_from")  # with another of these it is another experiment, not another method
 CUT_SHORT = ("max_steps", "smoke")  # always warned of
 NOT_COMPARED = {*common.RESUME_MAY_CHANGE, "compile", "seed", *CUT_SHORT, *SETTING}
-NOT_DRAWN = ("epoch", "seconds", "images_per_s")  # columns of metrics.csv
 AN = "an.py"
 COLOURS = ("#8a8a8a", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # Okabe and Ito; AN is grey
 PAGE = Path(__file__).with_name("report_page.html")
@@ -450,7 +449,7 @@ def curves(rows):
     """-> charts of validation mAP and of the precision of pseudo-labels, and of every other column"""
     names = dict.fromkeys(name for row in rows for run in row.runs for epoch in run.epochs for name in epoch)
     order = lambda name: (name != "val_mAP", not name.startswith("pseudo_"))
-    names = sorted((name for name in names if name not in NOT_DRAWN), key=order)
+    names = sorted((name for name in names if name not in common.NO_RESULTS), key=order)
     first = [name for name in names if name == "val_mAP" or re.fullmatch("pseudo_.*_precision", name)]
     draw = lambda names: "".join(curve(rows, name) for name in names)
     return draw(first), draw(name for name in names if name not in first)

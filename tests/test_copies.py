@@ -384,7 +384,8 @@ def test_two_processes_clip_and_log_alike(squares, workplace):
             "        run.evaluate(model, data)\n",
             "        run.evaluate(model, data)\n"
             "        weights = dict(common.unwrap(model).named_parameters())\n"
-            "        print('weights', common.rank(), epoch, common.hash_tensors(weights), flush=True)\n",
+            "        line = f'weights {common.rank()} {epoch} {common.hash_tensors(weights)}'\n"
+            "        print(line + chr(10), end='', flush=True)\n",  # one write: the other process prints too
         ),
     )
     script = copy_of("an.py", workplace / "clipped.py", *edits)
