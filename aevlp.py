@@ -71,7 +71,9 @@ class Args(common.Args):
     positives: common.NonNegative = 0.0  # expected positives per image (0: the validation labels' mean)
 
 
-PRESETS = {  # Tran et al., supplement, Table 3; the defaults are VOC's
+# Tran et al., supplement, Table 3: w, b, mu, sigma, nu, k, zeta_global, tau, lambdas, eta, and the q's, of which q1 and
+# q3 are taken for q_neg and rho; the authors' release: batch, epochs, lr, head_lr, grid, grow, delta and the graph
+PRESETS = {  # the defaults are VOC's
     "coco": dict(batch_size=16, w=(0.0, 10.0), b=(-2.0, -8.0), nu=0.3, lambda1=0.5, eta=0.001)
     | dict(delta=0.3, graph_u=62, graph_tau=0.2),
     "nus": dict(batch_size=16, epochs=10, w=(0.0, 10.0), b=(-2.0, -8.0), nu=0.3, zeta_global=0.6, lambda1=0.5)
@@ -240,6 +242,7 @@ if __name__ == "__main__":
         w, b, mu, sigma = (ramp(ends, epoch, args.epochs) for ends in (args.w, args.b, args.mu, args.sigma))
         if clip and (epoch - 1) % args.refresh_every == 0:  # new vs an.py
             labels.pseudo = damp(run.loader, clip, text, data.train, epoch, args)
+            common.warn_of_few(labels.pseudo, "lower --zeta_global, or try another --prompt or --tau")
         for x, z, idx in run.batches(data.train, flip=True):  # x (B, 3, H, W) in 0..1, z (B, C) observed, idx (B,) rows
             with run.autocast():
                 logits = model(x)  # (B, C)

@@ -83,6 +83,7 @@ class Args:
     linear: bool = False  # linear probing: frozen backbone, images embedded once, only the head is trained
     init_from: str = ""  # run directory whose best weights are the initial ones
     known_ratio: Share = 0.0  # share of ALL positives that is observed (0: one positive per image)
+    val_fraction: ShareBelow1 = 0.2  # share of the train file held out for validation (0: none, the last epoch counts)
     device: str = "auto"  # device: auto, cpu, cuda, cuda:1, ...
     workers: Workers = -1  # loader threads (-1: automatic); no effect on results
     amp: Literal["auto", "bf16", "fp16", "off"] = "auto"  # mixed precision (auto: bf16 or fp16 on CUDA, off on a CPU)
@@ -306,8 +307,8 @@ def load(args, device="cpu"):
         return Split(images[part], rows, full, **more)
 
     train_rows, val = np.arange(len(z)), split("valid") if "valid" in y else None  # your own images: files, or none
-    if "train" in y and "valid" not in y:
-        train_rows, val_rows = split_indices(len(z))
+    if "train" in y and "valid" not in y and args.val_fraction:
+        train_rows, val_rows = split_indices(len(z), args.val_fraction)
         if not len(val_rows):
             die(f"{folder} has only {len(z)} training images: a validation split needs three or more")
         val = split("train", val_rows)
@@ -433,10 +434,14 @@ def make_body(args):
         net.fc = nn.Identity()
     else:
         net, mean, std = make_timm(name, pretrained, args.image_size)
-        width, head = net.head_hidden_size, net.pretrained_cfg.get("classifier") or ()
+        projection = net.num_classes  # of a CLIP, which is a part of it; of others 0
+        width, head = projection or net.head_hidden_size, () if projection else net.pretrained_cfg.get("classifier", ())
     if fresh and args.weights not in ("imagenet", "none"):
         load_body(net, args.weights, head)
     return net, width, mean, std
+
+
+CLIP_WIDTHS = (384, 512, 640, 768, 1024, 1152, 1280)  # of embeddings, in place of a number of classes
 
 
 def make_timm(name, pretrained, image_size):
@@ -446,9 +451,11 @@ def make_timm(name, pretrained, image_size):
     if name not in names:
         near = ", ".join(difflib.get_close_matches(name, names, 5, 0.4))
         die(f"no backbone {name!r} in torchvision's ResNets or timm; near it: {near or 'nothing'}")
-    fixed = getattr(timm.get_pretrained_cfg(name), "fixed_input_size", False)
-    size = {"img_size": image_size} if fixed else {}
-    net = from_hub(name, lambda: timm.create_model(name, pretrained=pretrained, num_classes=0, **size))
+    config = timm.get_pretrained_cfg(name)
+    more = {"img_size": image_size} if getattr(config, "fixed_input_size", False) else {}
+    if not ("_clip_" in name and config.num_classes in CLIP_WIDTHS):  # there it is CLIP's projection: kept
+        more["num_classes"] = 0
+    net = from_hub(name, lambda: timm.create_model(name, pretrained=pretrained, **more))
     try:
         with torch.no_grad():
             net.eval()(torch.zeros(1, 3, image_size, image_size))
@@ -713,6 +720,13 @@ def prompts(template, classes):
     return [template.replace("{}", " ".join(name.replace("_", " ").split())) for name in words]
 
 
+def warn_of_few(pseudo, fix):
+    """One line where fewer than one training image in a hundred has a pseudo-positive"""
+    share = 100 * (pseudo == 1).any(1).float().mean().item()
+    if share < 1 and rank() == 0:
+        print(f"warning: {share:.2g} % of the training images have a pseudo-positive: {fix}", flush=True)
+
+
 # ---- 5. Run
 
 
@@ -885,7 +899,7 @@ class Run:
         self.checkpoint, self.passes, self.saved = {}, 0, time.monotonic()  # last.pt, if it is resumed inside an epoch
         self.epoch, self.last_epoch, self.steps = 0, args.epochs, 0
         self.rows, self.earlier = [], []  # a row of metrics per epoch; results of the stages before the last
-        self.best = {"epoch": 0, "val_mAP": -1.0}
+        self.best, self.began_at = {"epoch": 0, "val_mAP": -1.0}, 0  # and the epoch before this stage's first
         self.seen, self.began, self.training_began = 0, 0.0, 0.0  # images and times of this epoch
         self.logged, self.counts, self.unchecked, self.batch = {}, [], [], 0  # of this epoch too
         self.idx, self.weight, self.stepped = None, 1.0, True  # this batch
@@ -1165,35 +1179,42 @@ class Run:
             self.give_up(f"the model's outputs are not finite after epoch {self.epoch}")
         return logits
 
-    def measure(self, model, split):
+    def measure(self, model, split, thresholds=None):
+        """`thresholds` are those of the classes, tuned on validation, for F1_tuned"""
         if not split:
-            return {"mAP": math.nan, "F1": {}, "AP": {}}
+            return {"mAP": math.nan, "F1": {}, "F1_tuned": {}, "AP": {}}
         logits = self.predict(model, split)
-        ap, f1 = average_precision(logits, split.y), f1_scores(logits.sigmoid(), split.y)
-        return {"mAP": 100 * ap.mean().item(), "F1": f1, "AP": dict(zip(self.data.classes, ap.tolist()))}
+        ap, p = average_precision(logits, split.y), logits.sigmoid()
+        f1 = {"F1": f1_scores(p, split.y), "F1_tuned": {} if thresholds is None else f1_scores(p, split.y, thresholds)}
+        return {"mAP": 100 * ap.mean().item(), **f1, "AP": dict(zip(self.data.classes, ap.tolist()))}
 
     def evaluate(self, model, data, max_drop=math.inf, **others):
         """Ends an epoch: validation mAP, test mAP where it is to be reported, a row of metrics, best.pt. Besides
         --patience, training ends when the mAP is more than `max_drop` below its best. `others` are models too, an EMA
-        of the weights for instance: the best on validation counts."""
+        of the weights for instance: the best on validation counts, without validation the last of them."""
         self.check_losses()
         row, models = {"epoch": self.epoch, **self.row_of_logs()}, {"raw": model, **others}
         images_per_s = self.seen / (time.perf_counter() - self.training_began)
         logits = {name: self.predict(each, data.val) for name, each in models.items() if data.val}
         mAP = {name: mean_average_precision(logits[name], data.val.y) if data.val else math.nan for name in models}
-        chosen = max(mAP, key=mAP.get)
+        chosen = max(mAP, key=mAP.get) if data.val else list(models)[-1]
         row |= {"val_mAP": mAP[chosen], **{f"val_mAP_{name}": mAP[name] for name in models if others}}
         better = data.val is None or row["val_mAP"] > self.best["val_mAP"]  # without validation the last is kept
-        stale, drop = self.epoch - self.best["epoch"], self.best["val_mAP"] - row["val_mAP"]
-        if not (better or self.args.smoke) and (0 <= getattr(self.args, "patience", -1) < stale or drop > max_drop):
+        drop = self.best["val_mAP"] - row["val_mAP"]
+        if not (better or self.args.smoke) and (self.stale(row, others) or drop > max_drop):
             self.last_epoch = self.epoch  # early stopping
-        test = self.measure(models[chosen], data.test if self.finished or (better and data.val) else None)
+        due = self.finished or (better and data.val)
+        thresholds = best_f1_thresholds(logits[chosen].sigmoid(), data.val.y) if due and data.val else None
+        test = self.measure(models[chosen], data.test if due else None, thresholds)
+        if others and not data.val:  # nothing to choose between them by
+            row |= {
+                f"test_mAP_{name}": self.measure(models[name], data.test)["mAP"] for name in models if self.finished
+            }
         row |= {"test_mAP": test["mAP"], "images_per_s": images_per_s, "seconds": time.perf_counter() - self.began}
         self.rows.append(row)
         if better:
             self.best = {"epoch": self.epoch, "val_mAP": row["val_mAP"], **{f"test_{k}": v for k, v in test.items()}}
             if data.val:
-                thresholds = best_f1_thresholds(logits[chosen].sigmoid(), data.val.y)
                 self.best["thresholds"] = dict(zip(data.classes, thresholds.tolist()))
         if rank() == 0 and better:
             best = unwrap(models[chosen])  # and all that it takes to build it again and to check that
@@ -1204,6 +1225,15 @@ class Run:
                 torch.save({"model": best.state_dict(), **about, **self.namespaces()}, temporary)
         if rank() == 0:
             self.show(row, better)
+
+    def stale(self, row, others):
+        """Have more than --patience epochs passed since the best of this stage, also that of the raw weights, with the
+        others (an EMA) below their own best? An EMA that still rises is waited for."""
+        past, patience = self.rows[self.began_at :], getattr(self.args, "patience", -1)
+        best = lambda name: max(past, key=lambda earlier: earlier[name], default=row)
+        last = max(self.best["epoch"], best("val_mAP_raw")["epoch"] if others else 0)
+        falling = all(row[name] < best(name)[name] for name in (f"val_mAP_{other}" for other in others))
+        return 0 <= patience < self.epoch - last and falling
 
     def show(self, row, better):
         if self.args.tensorboard:
@@ -1230,7 +1260,9 @@ class Run:
         if not isinstance(state.get("model"), nn.Module):
             die(f"{self.script.name}: run.epochs needs model=model, which is trained, saved and evaluated")
         if self.args.eval_only:  # the best weights are in place since prepare()
-            val, test = (self.measure(state["model"], split) for split in (self.data.val, self.data.test))
+            tuned = read_checkpoint(Path(self.args.eval_only, "best.pt")).get("thresholds", {}).values()
+            tuned = torch.tensor(list(tuned), device=self.device) if tuned else None
+            val, test = (self.measure(state["model"], split, tuned) for split in (self.data.val, self.data.test))
             if rank() == 0:
                 print(f"{self.directory}: {in_words(val['mAP'], test)}")
         elif self.args.resume:
@@ -1273,6 +1305,7 @@ class Run:
         barrier()
         self.earlier.append(results)
         self.best, self.last_epoch = {"epoch": self.epoch, "val_mAP": -1.0}, self.epoch + epochs
+        self.began_at = self.epoch
         return True
 
     # -- what a run leaves
@@ -1304,7 +1337,7 @@ class Run:
         self.saved = time.monotonic()
         if rank() > 0:
             return
-        names = ("epoch", "last_epoch", "steps", "rows", "best", "earlier", "summaries")
+        names = ("epoch", "last_epoch", "steps", "rows", "best", "began_at", "earlier", "summaries")
         last = {"run": {name: getattr(self, name) for name in names}, "scaler": self.scaler.state_dict()}
         last |= {"classes": self.data.classes, "embedding_seconds": self.cache.seconds, **spaces}
         last |= {name: unwrap(thing).state_dict() for name, thing in self.state.items() if name not in spaces}
@@ -1408,7 +1441,7 @@ class Run:
             names = data_prep.printable(", ".join(empty))
             print(f"{len(empty)} classes have no positive in the test set and count as AP 0: {names}")
         chosen = f"best epoch {best['epoch']}" if data.val else f"last epoch {best['epoch']} (no validation)"
-        shown = in_words(best["val_mAP"], {"mAP": best["test_mAP"], "F1": best["test_F1"]})
+        shown = in_words(best["val_mAP"], {name: best[f"test_{name}"] for name in ("mAP", "F1", "F1_tuned")})
         shown += f" (last epoch {last['test_mAP']:.2f})" if data.test else ""
         print(f"{chosen}: {shown}; {self.directory}/curve.png", flush=True)
 
@@ -1421,7 +1454,8 @@ def known(values):
 def in_words(val_mAP, test):
     """What was measured; NaN where there are no images with true labels"""
     measured = known({"val mAP": val_mAP, "test mAP": test["mAP"]})
-    measured |= {name: test["F1"][name] for name in ("OF1", "CF1") if test["F1"]}
+    for kind, how in (("F1", " at 0.5"), ("F1_tuned", " at tuned thresholds")):
+        measured |= {f"{name}{how}": test[kind][name] for name in ("OF1", "CF1") if test[kind]}
     return ", ".join(f"{name} {value:.2f}" for name, value in measured.items()) or "no true labels to measure with"
 
 

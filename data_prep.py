@@ -64,6 +64,7 @@ class Args:
     raw: str = ""  # archives or extracted files that you have, if not in <data_root>/<data set>/raw
     image_size: int = 448  # of the image cache
     cache: bool = True  # --no_cache saves disk: the scripts then decode the files in every epoch
+    keep_empty: bool = False  # coco: also the images without labels, as the data set coco_all
     check: bool = False  # only verify what is there, every image included
     contact_sheet: str = ""  # also write a picture of 5 x 5 training images with their labels
     name: str = ""  # custom: what --dataset will call it
@@ -617,8 +618,9 @@ def read_voc(root, official, keep_empty=False):
     return Source(VOC_CLASSES, root / "JPEGImages", names, labels)
 
 
-def read_coco(root):
-    """Crowd annotations count; images without annotations drop out; rows in the order of the ids as strings."""
+def read_coco(root, keep_empty):
+    """Crowd annotations count; images without annotations drop out, as the protocol has it, or are kept; rows in the
+    order of the ids as strings."""
     names, labels = {}, {}
     for part in ("train", "val"):
         path = root / "annotations" / f"instances_{part}2014.json"
@@ -640,11 +642,11 @@ def read_coco(root):
             die(f"{path} has other categories than the training file")
         for image, category in found:
             rows.setdefault(image, set()).add(column[category][0])
-        order = sorted(rows, key=str)
+        order = sorted(files if keep_empty else rows, key=str)
         names[part] = [f"{part}2014/{files[image]}" for image in order]
         labels[part] = np.zeros((len(order), len(column)), dtype=np.uint8)
         for row, image in enumerate(order):
-            labels[part][row, list(rows[image])] = 1
+            labels[part][row, list(rows.get(image, ()))] = 1
     return Source(classes, root, names, labels)
 
 
@@ -713,11 +715,14 @@ def read_cub(root):
 
 
 NUS_HELP = """NUS-WIDE can't be downloaded freely. Put into {raw} one of:
-  (1) the authors' formatted_{{train,val}}_{{images,labels}}.npy (zenodo.org/records/10162606: Cole et al.'s re-crawl),
-      the official ConceptsList/Concepts81.txt (the names of the classes) and the images in a folder images/
-  (2) the official lists: ImageList/{{Train,Test}}Imagelist.txt, TrainTestLabels/Labels_<concept>_{{Train,Test}}.txt and
-      ConceptsList/Concepts81.txt, and the images in a folder images/ (on request from NUS)
-and run this again. The two are different images: their results can't be compared."""
+  (1) Cole et al.'s re-crawl, used by ROLE and AEVLP: formatted_{{train,val}}_{{images,labels}}.npy of
+      zenodo.org/records/10162606
+  (2) the official images, from the drive of the authors of EM + APL (AckTheUnknown), used by EM + APL and VLPL:
+      their formatted_{{train,val}}_{{images,labels}}.npy
+  (3) the complete set, on request from NUS: ImageList/{{Train,Test}}Imagelist.txt and
+      TrainTestLabels/Labels_<concept>_{{Train,Test}}.txt (LAC has it too, but with a random split of its own)
+each with the images in a folder images/ and the classes' names, the official ConceptsList/Concepts81.txt,
+and run this again. The three are different images: their results can't be compared."""
 
 
 def read_nus(raw):
@@ -862,6 +867,7 @@ EXPECTED = {  # data set: (classes, part: (images, labels or None, positives per
     "voc": (20, {"train": (5717, 8331, 1.46), "val": (5823, 8351, None)}),
     "voc2007": (20, {"train": (5011, None, None), "val": (4952, None, None)}),
     "coco": (80, {"train": (82081, None, 2.94), "val": (40137, None, None)}),
+    "coco_all": (80, {"train": (82783, None, None), "val": (40504, None, None)}),
     "nus": (81, {"train": (150000, None, 1.89), "val": (60260, None, None)}),
     "cub": (312, {"train": (5994, None, 31.4), "val": (5794, None, None)}),
 }
@@ -1079,7 +1085,9 @@ def summarise(folder):
 
 def prepare(args):
     """Makes what is missing, checks what there is; -> the data set's folder"""
-    name = args.name if args.dataset == "custom" else args.dataset
+    name = args.name if args.dataset == "custom" else args.dataset + "_all" * args.keep_empty
+    if args.keep_empty and args.dataset != "coco":
+        die("--keep_empty is for coco")
     if not re.fullmatch(r"\w[\w.-]*", name) or (args.dataset == "custom" and name in (*EXPECTED, "scenes")):
         die(f"--name {name!r}: give your data set a name of its own, of letters, digits, - and _")
     if args.image_size < 1:
@@ -1149,7 +1157,7 @@ def read_source(args):
             return read_voc(root, {"train": "train", "val": "val"})
         if args.dataset == "voc2007":
             return read_voc(root, {"train": "trainval", "val": "test"}, keep_empty=True)  # the usual 5,011 / 4,952
-        return read_coco(root) if args.dataset == "coco" else read_cub(root)
+        return read_coco(root, args.keep_empty) if args.dataset == "coco" else read_cub(root)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as problem:
         die(f"{root} is not in the layout of {args.dataset}: {problem!r}")
 

@@ -5,17 +5,20 @@
 Every class has an embedding of its own for every image. What the network is sure of on a plain view it must also say of
 a distorted one, and, in a second stage, embeddings of the same class are drawn together.
 
-NOTES: the release takes L_AN as a mean over B*C, divides L_PLC by the number of selected labels and includes observed
-positives in it, uses no input normalisation, adds ColorJitter and greyscale to the strong view, has two decoder layers
-(`--decoder_layers 2`), a SupCon loss (`--denominator all`) and stage-1 delta 0.5 for CUB. Anchors come from the weak
-view, what they are compared with from the strong view and the queue, which keeps weak ones (Eq. 7 takes the other view
-only of the anchor itself). Eq. 7 as printed can be negative. Both views of an image are flipped alike. A run's best
-epoch is that of its last stage, stage 1's is kept as stage1.pt; what L_LAC adds to as many more epochs without it shows
-`--stage 2 --no_lac --init_from RUN`, RUN being one of `--stage 1`. `--end_to_end` has stage 2's delta. Under torchrun
-L_LAC compares with each process's own strong views and the queue of all, and "all" is a mean over each process's
-anchors. Choosing anchors makes stage 2 wait for the device in every step. Backbones whose first layers have none of the
-names in FROZEN train them. `--linear` is not for this method, which needs maps, not pooled features:
-`--freeze_backbone`.
+NOTES: paper and release balance the three losses differently; `--form` has both, whole. "paper": the equations as
+printed, L_AN and L_PLC summed over classes; Eq. 7 can be negative; its anchors are weak views, compared with the strong
+views and a queue of weak ones (Eq. 7 takes the other view only of the anchor itself). "release": L_AN a mean over B*C,
+L_PLC over the number of selected labels, the observed ones among them, L_LAC a SupCon loss in which both views of batch
+and queue are anchors (there the batch is part of the queue's K). As in the release Cutout comes before RandAugment, in
+a random colour, clipped at the border (the paper names Cutout first and gives no details). The release also has
+two decoder layers (`--decoder_layers 2`, with a final LayerNorm and xavier initialisation), no input normalisation,
+ColorJitter and greyscale in the strong view, a flip of its own for each view, and stage-1 delta 0.5 for CUB.
+A run's best epoch is that of its last stage, stage 1's is kept as stage1.pt; what L_LAC adds to as many more epochs
+without it shows `--stage 2 --no_lac --init_from RUN`, RUN being one of `--stage 1`. `--end_to_end` has stage 2's delta.
+`--loss` is the label-wise half of the paper's Table 2 but for EM + APL. Under torchrun L_LAC compares with each
+process's own strong views and the queue of all, and means are over each process's anchors. Backbones whose first layers
+have none of the names in `--frozen` train them. `--linear` is not for this method, which needs maps, not pooled
+features: `--freeze_backbone`.
 """
 
 import copy
@@ -27,7 +30,6 @@ from typing import Annotated, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
 from torch import nn
@@ -38,7 +40,7 @@ import common
 
 # ---- 1. Settings
 
-FROZEN = ("conv1.", "layer1.", "conv_stem.", "blocks.0.", "stem.", "stages.0.", "s1.", "0.")  # first layers, by name
+FIRST_LAYERS = ("conv1.", "layer1.", "conv_stem.", "blocks.0.", "stem.", "stages.0.", "s1.", "0.")
 ANCHORS_AT_ONCE = 1024  # bounds the memory of L_LAC
 
 
@@ -50,13 +52,14 @@ class Args(common.Args):
     epochs: common.Count = 40  # number of epochs of each stage
     batch_size: common.Count = 32  # images per step, over all processes
     lr: common.Positive = 1e-4  # learning rate, the highest of the one-cycle schedule
-    patience: common.NaturalOrMinus1 = 7  # early stopping: epochs without improvement to tolerate (-1: off)
+    patience: common.NaturalOrMinus1 = 8  # early stopping: epochs without improvement to tolerate (-1: off)
     image_size: common.Count = 448  # side in pixels of the square that images are squashed to
     backbone: str = "resnet50"  # backbone: a ResNet of torchvision, resnet_small, or a name of timm that gives a map
     weights: str = "imagenet"  # initial weights of the backbone: imagenet, none, or a .pth or .safetensors file
     weight_decay: common.NonNegative = 0.01  # weight decay of AdamW
     ema: common.ShareBelow1 = 0.9997  # EMA decay (0: off)
     freeze_backbone: bool = False  # frozen backbone
+    frozen: tuple[str, ...] = FIRST_LAYERS  # layers of a pretrained backbone that stay frozen, by how their names begin
     dim: common.Count = 2048  # width of the embeddings
     heads: common.Count = 4  # attention heads
     ffn: common.Count = 8192  # width of the feed-forward layers
@@ -68,17 +71,24 @@ class Args(common.Args):
     queue: common.Natural = 512  # past embeddings in the queue
     lambda_plc: common.NonNegative = 1.0  # weight of L_PLC
     lambda_lac: common.NonNegative = 1.0  # weight of L_LAC
+    form: Literal["paper", "release"] = "paper"  # balance of the losses: as printed, or as in the authors' release
     denominator: Literal["inter", "all"] = "inter"  # denominator of L_LAC: other classes (Eq. 7), or all (SupCon)
+    loss: Literal["an", "wan", "ls", "epr", "em"] = "an"  # loss of the weak view (all but an: stage 1 without L_PLC)
+    positives: common.NonNegative = 1.5  # epr: expected positives per image
+    alpha: common.NonNegative = 0.2  # em: weight of the entropy
     stage: Literal["both", "1", "2"] = "both"  # training stage (2 alone needs --init_from)
     plc: bool = True  # L_PLC (--no_plc: left out)
     lac: bool = True  # L_LAC (--no_lac: left out, and --stage both is stage 1 alone)
     end_to_end: bool = False  # one stage with all losses
 
 
-PRESETS = {  # Xie et al., section 4.1, and the authors' release: the same for VOC, COCO, NUS and CUB
+PRESETS = {  # Xie et al., section 4.1, and the authors' release: the same for all; positives, alpha: Zhou et al. 2022
+    "coco": dict(positives=2.9, alpha=0.1),
+    "nus": dict(positives=1.9, alpha=0.1),
+    "cub": dict(positives=31.4, alpha=0.01),
     # made here; sizes that a laptop trains, lr chosen on its validation set
     "scenes": dict(epochs=8, batch_size=8, lr=5e-4, patience=-1, image_size=64, backbone="resnet_small", weights="none")
-    | dict(ema=0.99, dim=128, ffn=256, project_dim=64),
+    | dict(ema=0.99, dim=128, ffn=256, project_dim=64, positives=2.5),
 }
 
 # ---- 2. Method
@@ -90,91 +100,111 @@ def an_loss_sum(logits, z):
     return -torch.where(z == 1, F.logsigmoid(logits), F.logsigmoid(-logits)).sum() / len(logits)
 
 
-def plc_loss(logits_strong, p_weak, z, delta):
+def other_loss(logits, z, loss, positives, alpha):
+    """Table 2's other losses, mean over (B, C): WAN (negatives / (C - 1)), LS (targets 0.9 and 0.1), EPR (positives
+    alone, plus ((mean_n sum_c p - positives) / C)^2), EM (-alpha H(p) for what was not observed)"""
+    logits = common.full_precision(logits)
+    positive, other, p = -F.logsigmoid(logits), -F.logsigmoid(-logits), logits.sigmoid()
+    match loss:
+        case "wan":
+            other = other / max(logits.shape[1] - 1, 1)
+        case "ls":
+            positive, other = 0.9 * positive + 0.1 * other, 0.1 * positive + 0.9 * other
+        case "epr":
+            expected = ((p.sum(1).mean() - positives) / logits.shape[1]) ** 2
+            return torch.where(z == 1, positive, 0).mean() + expected
+        case "em":
+            other = -alpha * (p * positive + (1 - p) * other)
+    return torch.where(z == 1, positive, other).mean()
+
+
+def plc_loss(logits_strong, p_weak, z, delta, form="paper"):
     """Eq. 4: sum over the unobserved classes, mean over images, of -log p_strong where p_weak >= delta and
-    -log(1 - p_strong) where p_weak <= 1 - delta. p_weak takes no gradient"""
+    -log(1 - p_strong) where p_weak <= 1 - delta. p_weak takes no gradient. "release": the observed positives take part,
+    and the sum is divided by the number of labels that do"""
     logits_strong, p_weak, hidden = common.full_precision(logits_strong), p_weak.detach(), z != 1
-    positive = torch.where((p_weak >= delta) & hidden, F.logsigmoid(logits_strong), 0)
-    negative = torch.where((p_weak <= 1 - delta) & hidden, F.logsigmoid(-logits_strong), 0)
-    return -(positive + negative).sum() / len(logits_strong)
+    above, below = (p_weak >= delta) & hidden, (p_weak <= 1 - delta) & hidden
+    above = above | ~hidden if form == "release" else above
+    positive = torch.where(above, F.logsigmoid(logits_strong), 0)
+    negative = torch.where(below, F.logsigmoid(-logits_strong), 0)
+    number = len(logits_strong) if form == "paper" else (above | below).sum().clamp(min=1)
+    return -(positive + negative).sum() / number
 
 
-def anchor_losses(embed_a, class_a, embed_b, class_b, tau, denominator):
+def anchor_losses(embed_a, class_a, own, embed_b, class_b, tau, denominator):
     """The sum over some anchors of lac_loss"""
     similar = embed_a @ embed_b.T / tau  # (A, M)
-    same = class_a[:, None] == class_b
-    if denominator == "inter":
-        alone = same.all(1)  # nothing of another class
-        log_total = similar.masked_fill(same & ~alone[:, None], -torch.inf).logsumexp(1)
-        per_anchor = torch.where(same, similar, 0).sum(1) - same.sum(1) * log_total
-        return -per_anchor.masked_fill(alone, 0).sum()
-    log_p = similar.log_softmax(1)
-    return -(torch.where(same, log_p, 0).sum(1) / same.sum(1).clamp(min=1)).sum()
+    there = (class_b >= 0) & (torch.arange(len(class_b), device=own.device) != own[:, None])
+    same = (class_a[:, None] == class_b) & there
+    below = there & ~same if denominator == "inter" else there  # what the denominator sums over
+    alone = ~below.any(1, keepdim=True)
+    log_total = similar.masked_fill(~(below | alone), -torch.inf).logsumexp(1, keepdim=True)
+    log_p = torch.where(same & ~alone, similar - log_total, 0).sum(1)
+    return -(log_p if denominator == "inter" else log_p / same.sum(1).clamp(min=1)).sum()
 
 
-def lac_loss(embed_a, class_a, embed_b, class_b, tau, denominator="inter"):
+def lac_loss(embed_a, class_a, embed_b, class_b, tau, denominator="inter", own=None):
     """Eq. 7, over the number of anchors a instead of B: the sum over the b of an anchor's class of
     -log(exp(a b / tau) / sum over the b of other classes of exp(a b / tau)); 0 for an anchor without such. "all": the
-    mean over the b of its class, and the sum over all b"""
+    mean over the b of its class, and the sum over all b. Class -1 is no anchor and nothing to compare with; `own` (A,)
+    are rows of b that are the anchors themselves, and left out"""
     if not len(embed_a) or not len(embed_b):
         return 0 * (embed_a.sum() + embed_b.sum())
     precise = torch.promote_types(torch.promote_types(embed_a.dtype, embed_b.dtype), torch.float32)
     embed_a, embed_b = embed_a.to(precise), embed_b.to(precise)
-    portions = zip(embed_a.split(ANCHORS_AT_ONCE), class_a.split(ANCHORS_AT_ONCE))
+    own = torch.full_like(class_a, -1) if own is None else own
+    portions = zip(*(side.split(ANCHORS_AT_ONCE) for side in (embed_a, class_a, own)))
     rest, plain = (embed_b, class_b, tau, denominator), {"use_reentrant": False, "preserve_rng_state": False}
     with torch.autocast(embed_a.device.type, enabled=False):
-        return sum(checkpoint(anchor_losses, *some, *rest, **plain) for some in portions) / len(embed_a)
+        total = sum(checkpoint(anchor_losses, *some, *rest, **plain) for some in portions)
+    return total / (class_a >= 0).sum().clamp(min=1)
 
 
 class Queue(nn.Module):
-    """The last embeddings and their classes"""
+    """The last embeddings, of one view or two, and their classes"""
 
-    def __init__(self, size, dim):
+    def __init__(self, size, views, dim):
         super().__init__()
-        self.register_buffer("embed", torch.zeros(size, dim))
+        self.register_buffer("embed", torch.zeros(size, views, dim))
         self.register_buffer("classes", torch.full((size,), -1))  # -1: still empty
         self.register_buffer("end", torch.zeros((), dtype=torch.int64))
 
     def push(self, embed, classes):
-        """Over the oldest ones; of more than the queue holds only the last are kept"""
-        size = len(self.embed)
-        embed, classes = embed[max(0, len(embed) - size) :], classes[max(0, len(embed) - size) :]
-        if len(embed):
-            places = (self.end + torch.arange(len(embed), device=self.end.device)) % size
-            self.embed[places], self.classes[places] = embed, classes
-            self.end.copy_((self.end + len(embed)) % size)
-
-    def content(self):
-        full = (self.classes >= 0).nonzero()[:, 0]
-        return self.embed[full], self.classes[full]
+        """Those with a class, over the oldest ones; how many there are, and which, stays on the device"""
+        size, count = len(self.embed), (classes >= 0).sum()
+        if size:
+            order = (classes < 0).argsort(stable=True)  # those with a class first
+            age = (self.end + count - 1 - torch.arange(size, device=count.device)) % size  # 0: the newest
+            new, source = age < count, order[(count - 1 - age).clamp(min=0)]
+            self.embed.copy_(torch.where(new[:, None, None], embed[source], self.embed))
+            self.classes.copy_(torch.where(new, classes[source], self.classes))
+            self.end.copy_((self.end + count) % size)
 
 
-def from_all(embed, classes):
-    """Every process's embeddings and their classes, in the order of the ranks"""
-    if common.world() == 1:
-        return embed, classes
-    counts = torch.zeros(common.world(), dtype=torch.int64, device=embed.device)
-    counts[common.rank()] = len(embed)
-    dist.all_reduce(counts)
-    counts = counts.tolist()
-
-    def gather(mine):
-        everyone = [mine.new_empty(max(counts), *mine.shape[1:]) for _ in counts]
-        dist.all_gather(everyone, torch.cat([mine, everyone[0][len(mine) :]]))  # padded to one length
-        return torch.cat([part[:n] for part, n in zip(everyone, counts)])
-
-    return gather(embed), gather(classes)
+def from_all(values, rows):
+    """Every process's values, each process's padded to so many rows with -1"""
+    padding = [0, 0] * (values.ndim - 1) + [0, rows - len(values)]
+    return common.gather(F.pad(values, padding, value=-1), rows * common.world())
 
 
-def compare(embed_weak, embed_strong, chosen, queue, tau, denominator):
-    """L_LAC of a batch: the chosen labels (B, C), as seen in the weak view, against the strong view and the queue.
-    Afterwards the queue has them too"""
-    where = chosen.nonzero(as_tuple=True)
-    anchors, partners, classes = embed_weak[where], embed_strong[where], where[1]
-    past, past_classes = queue.content()
-    loss = lac_loss(anchors, classes, torch.cat([partners, past]), torch.cat([classes, past_classes]), tau, denominator)
-    queue.push(*from_all(anchors.detach(), classes))
-    return loss * len(anchors) / chosen.numel() if denominator == "inter" else loss  # Eq. 7 divides by B = b * q
+def compare(embed_weak, embed_strong, chosen, queue, rows, args):
+    """L_LAC of a batch: the chosen labels (B, C) of the weak view against those of the strong view and the queue or, in
+    the release's form, all against all. Then the queue gets them, `rows` at most from each process"""
+    classes = torch.where(chosen, torch.arange(chosen.shape[1], device=chosen.device), -1).flatten()
+    views = [embed_weak.flatten(0, 1), embed_strong.flatten(0, 1)]  # (B * C, project_dim) each
+    past, past_classes = queue.embed.transpose(0, 1).flatten(0, 1), queue.classes.repeat(queue.embed.shape[1])
+    if args.form == "release":
+        embed, both = torch.cat([*views, past]), torch.cat([classes, classes, past_classes])
+        own = torch.arange(len(both), device=both.device)
+        loss = lac_loss(embed, both, embed, both, args.tau, "all", own)
+    else:
+        others, kinds = torch.cat([views[1], past]), torch.cat([classes, past_classes])
+        loss = lac_loss(views[0], classes, others, kinds, args.tau, args.denominator)
+        if args.denominator == "inter":
+            loss = loss * chosen.sum() / chosen.numel()  # Eq. 7 divides by B = b * q
+    kept = torch.stack(views[: queue.embed.shape[1]], 1).detach()
+    queue.push(from_all(kept, rows), from_all(classes, rows))
+    return loss
 
 
 def shear(image, x, y):
@@ -206,17 +236,15 @@ OPERATIONS = (  # RandAugment's operations of an image and a magnitude, their ma
 
 
 def strong_view(pixels, generator):
-    """RandAugment (two operations) and Cutout, half a side, of one image: uint8 (H, H, 3) -> the same"""
+    """Cutout, half a side, and RandAugment (two operations) of one image: uint8 (H, H, 3) -> the same"""
     draw = lambda n: torch.randint(n, (1,), generator=generator).item()
-    image = Image.fromarray(pixels)
+    cut, half, (y, x) = pixels.copy(), len(pixels) // 4, (draw(len(pixels)), draw(len(pixels)))
+    cut[max(0, y - half) : y + half, max(0, x - half) : x + half] = [draw(256) for _ in range(3)]
+    image = Image.fromarray(cut)
     for _ in range(2):
         operation, magnitude, signed = OPERATIONS[draw(len(OPERATIONS))]
         image = operation(image, -magnitude if signed and draw(2) else magnitude)
-    distorted, side = np.array(image), len(pixels) // 2
-    torch.rand(3, generator=generator)  # as many draws as torchvision's RandomErasing makes before the place
-    top, left = draw(len(pixels) - side + 1), draw(len(pixels) - side + 1)
-    distorted[top : top + side, left : left + side] = (124, 116, 104)  # ImageNet's mean
-    return distorted
+    return np.asarray(image)
 
 
 def two_views(pixels, row, seed, epoch):
@@ -275,6 +303,11 @@ class LabelWise(nn.Module):
             common.die(f"--backbone {args.backbone} gives no map of channels x height x width, but {tuple(shape[1:])}")
         self.shrink = nn.Identity() if shape[1] == args.dim else nn.Conv2d(shape[1], args.dim, 1)
         self.encoder, self.decoder = Block(args), nn.ModuleList(Block(args) for _ in range(args.decoder_layers))
+        self.norm = nn.Identity()
+        if args.decoder_layers > 1:  # as in the release
+            self.norm = nn.LayerNorm(args.dim)
+            for weight in (w for w in (*self.encoder.parameters(), *self.decoder.parameters()) if w.ndim > 1):
+                nn.init.xavier_uniform_(weight)
         self.queries = nn.Parameter(torch.randn(num_classes, args.dim))
         bound = 1 / math.sqrt(args.dim)
         self.weight = nn.Parameter(torch.empty(num_classes, args.dim).uniform_(-bound, bound))
@@ -283,7 +316,7 @@ class LabelWise(nn.Module):
         if args.weights != "none" or args.freeze_backbone:  # random first layers must learn
             self.frozen_norms = [module for module in self.body.modules() if isinstance(module, nn.BatchNorm2d)]
             for name, weight in self.body.named_parameters():
-                weight.requires_grad_(not (args.freeze_backbone or name.startswith(FROZEN)))
+                weight.requires_grad_(not (args.freeze_backbone or name.startswith(args.frozen)))
             for norm in self.frozen_norms:
                 norm.requires_grad_(False)
 
@@ -309,10 +342,11 @@ class LabelWise(nn.Module):
         where = sine_positions(*fmap.shape[2:], fmap.shape[1], x.device)
         memory = fmap.flatten(2).transpose(1, 2)  # (B, H * W, dim)
         memory, _ = self.encoder(memory, memory + where, memory + where, memory)
-        f = self.queries.expand(x.shape[0], -1, -1)  # len() would be a constant in an exported model
+        queries = self.queries.expand(x.shape[0], -1, -1)  # len() would be a constant in an exported model
+        f = torch.zeros_like(queries)  # all that is added to it comes from the image
         for layer in self.decoder:
-            f, attention = layer(f, f, memory + where, memory, weights)
-        return f, attention.unflatten(2, fmap.shape[2:]) if weights else None
+            f, attention = layer(f, f + queries, memory + where, memory, weights)
+        return self.norm(f), attention.unflatten(2, fmap.shape[2:]) if weights else None
 
     def forward(self, x, project=False):
         """-> logits (B, C), and with `project` the unit vectors that L_LAC compares (B, C, project_dim)"""
@@ -341,6 +375,8 @@ if __name__ == "__main__":
         common.die("--stage 2 continues a run of stage 1: --init_from RUN (without one: --end_to_end)")
     if args.end_to_end and (not args.lac or args.stage != "both"):
         common.die("--end_to_end is all losses in one stage: leave out --no_lac and --stage")
+    if args.loss != "an":
+        args.plc = args.lac = False
     run = common.Run(args, __file__)
     data = common.load(args, run.device)
     model = run.prepare(LabelWise(args, len(data.classes)), data, find_unused_parameters=True)
@@ -351,26 +387,32 @@ if __name__ == "__main__":
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, max(6, steps), pct_start=0.2)  # 5 divide by 0
     fresh = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict()))
     ema = copy.deepcopy(common.unwrap(model)).requires_grad_(False)
-    queue = Queue(args.queue, args.project_dim).to(run.device)
+    queue = Queue(args.queue, 2 if args.form == "release" else 1, args.project_dim).to(run.device)
+    rows = -(-args.batch_size // common.world()) * len(data.classes)  # labels of a process in a batch
     stage = SimpleNamespace(number=2 if args.stage == "2" or args.end_to_end else 1)
     state = dict(scheduler=scheduler, ema=ema, queue=queue, stage=stage)
 
     for epoch in run.epochs(model=model, optimizer=optimizer, **state):  # all of these are in last.pt
         delta, with_lac = args.delta[stage.number - 1], stage.number == 2 and args.lac
-        views = partial(two_views, seed=args.seed, epoch=epoch)
+        views = partial(two_views, seed=args.seed, epoch=epoch) if args.plc or with_lac else None
         for x, z, idx in run.batches(data.train, flip=True, augment=views):  # x (B, 2, 3, H, W) in 0..1, z (B, C)
-            x = x.transpose(0, 1).flatten(0, 1).contiguous(memory_format=torch.channels_last)  # (2B, 3, H, W)
+            if views:
+                x = x.transpose(0, 1).flatten(0, 1).contiguous(memory_format=torch.channels_last)  # (2B, 3, H, W)
             with run.autocast():
                 output = model(x, project=with_lac)
             logits, embed = output if with_lac else (output, None)  # (2B, C), (2B, C, project_dim)
-            weak, strong = logits.chunk(2)
+            weak, strong = logits.chunk(2) if views else (logits, None)
             p_weak = weak.detach().sigmoid()
             an, plc, lac = an_loss_sum(weak, z), torch.zeros_like(weak.sum()), torch.zeros_like(weak.sum())
+            if args.form == "release":
+                an = an / len(data.classes)
+            if args.loss != "an":
+                an = other_loss(weak, z, args.loss, args.positives, args.alpha)
             if args.plc:
-                plc = args.lambda_plc * plc_loss(strong, p_weak, z, delta)
+                plc = args.lambda_plc * plc_loss(strong, p_weak, z, delta, args.form)
             if with_lac:
                 chosen = (p_weak >= delta) | (z == 1)
-                lac = args.lambda_lac * compare(*embed.chunk(2), chosen, queue, args.tau, args.denominator)
+                lac = args.lambda_lac * compare(*embed.chunk(2), chosen, queue, rows, args)
             loss = an + plc + lac
             run.backward(loss)
             run.step(optimizer)

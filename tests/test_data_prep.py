@@ -311,6 +311,14 @@ def test_coco(tmp_path, expect):
     assert [int(name[-16:-4]) for name in names] == [100, 25, 9]  # ids sorted as strings; 30 has no annotation
     assert y.tolist() == [[0, 1, 1], [1, 1, 0], [0, 0, 1]]  # the crowd counts
     assert json.loads((folder / "dataset.json").read_text())["classes"] == ["dog", "fire hydrant", "tie"]
+    expect("coco_all", 3, (4, 5, None), (1, 1, None))
+    whole = data_prep.prepare(settings("coco", tmp_path, raw=str(raw), keep_empty=True))
+    assert whole == folder.with_name("coco_all")
+    names, y = formatted(whole, "train")
+    assert [int(name[-16:-4]) for name in names] == [100, 25, 30, 9]
+    assert y.tolist() == [[0, 1, 1], [1, 1, 0], [0, 0, 0], [0, 0, 1]]
+    with pytest.raises(SystemExit, match="--keep_empty is for coco"):
+        data_prep.prepare(settings("voc", tmp_path, keep_empty=True))
 
 
 @pytest.mark.parametrize("block", [1, 2, 7, 64, 1 << 20])

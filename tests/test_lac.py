@@ -30,7 +30,6 @@ from torchvision.transforms.autoaugment import _apply_op
 
 import common
 import lac
-import scenes
 
 # ---- losses
 
@@ -59,6 +58,45 @@ def test_plc_against_eq_4(delta):
     expected = slow_plc(logits.tolist(), p_weak.tolist(), z.tolist(), delta)
     for dtype in (torch.uint8, torch.float32):
         assert lac.plc_loss(logits, p_weak, z.to(dtype), delta).item() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("delta", [0.5, 0.6, 0.9])
+def test_the_releases_plc(delta):
+    """The observed positives take part, and the sum is divided by the labels that do"""
+    generator = torch.Generator().manual_seed(1)
+    logits, p_weak = 3 * torch.randn(7, 5, generator=generator), torch.rand(7, 5, generator=generator)
+    z = F.one_hot(torch.tensor([1, 0, 2, 4, 4, 3, 0]), 5)
+    z[6] = 0
+    total, number = 0.0, 0
+    for row in range(7):
+        for c in range(5):
+            p, weak, seen = logits[row, c].sigmoid().item(), p_weak[row, c].item(), z[row, c].item()
+            if seen or weak >= delta:
+                total, number = total - math.log(p), number + 1
+            elif weak <= 1 - delta:
+                total, number = total - math.log(1 - p), number + 1
+    assert lac.plc_loss(logits, p_weak, z, delta, "release").item() == pytest.approx(total / number, rel=1e-5)
+    nothing = lac.plc_loss(logits, torch.full_like(p_weak, 0.5), torch.zeros(7, 5), 0.9, "release")
+    assert nothing.item() == 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        ("wan", (math.log(4) + math.log(4) / 2 + math.log(2) / 2) / 3),
+        (
+            "ls",
+            (0.9 * math.log(4) + 0.1 * math.log(4 / 3) + 0.9 * math.log(4) + 0.1 * math.log(4 / 3) + math.log(2)) / 3,
+        ),
+        ("epr", math.log(4) / 3 + ((0.25 + 0.75 + 0.5 - 2.5) / 3) ** 2),
+        ("em", (math.log(4) - 0.3 * (0.25 * math.log(4) + 0.75 * math.log(4 / 3)) - 0.3 * math.log(2)) / 3),
+    ],
+)
+def test_the_other_losses_of_table_2_by_hand(loss, expected):
+    """p = 1/4 (observed), 3/4, 1/2"""
+    logits = torch.tensor([[0.25, 0.75, 0.5]]).logit()
+    got = lac.other_loss(logits, torch.tensor([[1, 0, 0]]), loss, positives=2.5, alpha=0.3)
+    assert got.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_plc_by_hand():
@@ -133,6 +171,40 @@ def test_lac_by_hand():
     assert lac.lac_loss(a, torch.tensor([0]), b, torch.tensor([0, 1]), 1.0).item() == pytest.approx(-1)
     both = lac.lac_loss(a, torch.tensor([0]), b, torch.tensor([0, 1]), 1.0, "all")
     assert both.item() == pytest.approx(math.log(math.e + 1) - 1)
+
+
+@pytest.mark.parametrize("denominator", ["inter", "all"])
+def test_class_minus_1_is_as_if_it_was_not_there(denominator):
+    """What a fixed shape holds besides the chosen labels changes neither loss nor gradient"""
+    (a, class_a), (b, class_b) = embeddings(7, 3, 1), embeddings(9, 3, 2)
+    class_a[[0, 4]], class_b[[3, 7, 8]] = -1, -1
+    losses, slopes = [], []
+    for rows_a, rows_b in ((class_a > -2, class_b > -2), (class_a >= 0, class_b >= 0)):
+        x, y = a.clone().requires_grad_(), b.clone().requires_grad_()
+        loss = lac.lac_loss(x[rows_a], class_a[rows_a], y[rows_b], class_b[rows_b], 0.5, denominator)
+        loss.backward()
+        losses.append(loss.detach())
+        slopes.append(torch.cat([x.grad, y.grad]))
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*slopes)
+    nobody = torch.full_like(class_a, -1)
+    a.requires_grad_()
+    for sides in ((a, class_a, b, torch.full_like(class_b, -1)), (a, nobody, b, class_b)):
+        loss = lac.lac_loss(*sides, 0.5, denominator)
+        loss.backward()
+        assert loss.item() == 0
+        assert not a.grad.any()
+
+
+def test_an_anchor_is_not_compared_with_itself():
+    (a, classes), own = embeddings(8, 3, 1), torch.arange(8)
+    got = lac.lac_loss(a, classes, a, classes, 0.5, "all", own)
+    others = [[j for j in range(8) if j != i] for i in range(8)]
+    terms = [
+        slow_lac([a[i].tolist()], [classes[i]], a[others[i]].tolist(), classes[others[i]].tolist(), 0.5, "all")
+        for i in range(8)
+    ]
+    assert got.item() == pytest.approx(sum(terms) / 8, abs=1e-10)
 
 
 @pytest.mark.parametrize("denominator", ["inter", "all"])
@@ -212,49 +284,84 @@ def test_lac_takes_a_batch_of_cub(tmp_path):
 
 
 def test_the_queue_wraps_around():
-    queue = lac.Queue(5, 1)
-    push = lambda *values: queue.push(torch.tensor(values)[:, None].float(), torch.tensor(values))
-    assert [len(part) for part in queue.content()] == [0, 0]
-    push(1, 2, 3)
-    assert queue.content()[1].tolist() == [1, 2, 3]
+    queue = lac.Queue(5, 1, 1)
+
+    def push(*values):
+        """-1 is no label, and is passed over"""
+        queue.push(torch.tensor(values)[:, None, None].float(), torch.tensor(values))
+
+    assert queue.classes.tolist() == [-1] * 5
+    push(1, -1, 2, 3, -1)
+    assert queue.classes.tolist() == [1, 2, 3, -1, -1]
     push(4, 5, 6)
     assert queue.classes.tolist() == [6, 2, 3, 4, 5]
-    assert queue.content()[0].flatten().tolist() == [6, 2, 3, 4, 5]
-    queue.push(torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64))
+    push(-1, -1)
     assert queue.classes.tolist() == [6, 2, 3, 4, 5]
-    push(7, 8, 9, 10, 11, 12, 13)  # more than it holds: the last five stay
+    push(7, 8, -1, 9, 10, 11, -1, 12, 13)  # more than it holds: the last five stay
     assert sorted(queue.classes.tolist()) == [9, 10, 11, 12, 13]
     push(14)
     assert sorted(queue.classes.tolist()) == [10, 11, 12, 13, 14]  # and the oldest goes first
     assert torch.equal(queue.embed.flatten().long(), queue.classes)
 
 
+def test_a_queue_against_a_list():
+    """Random batches of random sizes: what a list of the last 7 would hold"""
+    queue, past, state = lac.Queue(7, 2, 3), [], np.random.RandomState(0)
+    for _ in range(50):
+        embed, classes = torch.randn(12, 2, 3), torch.from_numpy(state.randint(-1, 4, 12))
+        classes[state.rand(12) < state.rand()] = -1
+        queue.push(embed, classes)
+        past = (past + [(c.item(), e) for c, e in zip(classes, embed) if c >= 0])[-7:]
+        held = [(c.item(), e) for c, e in zip(queue.classes, queue.embed) if c >= 0]
+        assert len(held) == len(past)
+        for c, e in past:
+            assert any(c == other and torch.equal(e, embedding) for other, embedding in held)
+
+
 def test_a_queue_of_0_takes_nothing():
-    queue = lac.Queue(0, 1)
-    queue.push(torch.ones(3, 1), torch.ones(3, dtype=torch.int64))
-    assert [len(part) for part in queue.content()] == [0, 0]
+    queue = lac.Queue(0, 1, 1)
+    queue.push(torch.ones(3, 1, 1), torch.ones(3, dtype=torch.int64))
+    assert not len(queue.classes)
 
 
-def test_a_batch_is_compared_with_its_strong_view_and_the_past():
-    """Two images, three classes, by hand: which labels are anchors, what they meet, and Eq. 7's B = 6"""
+def a_batch():
+    """Two images, three classes, three of six labels chosen, and a past of two"""
     torch.manual_seed(0)
     weak, strong = (F.normalize(torch.randn(2, 3, 4), dim=2) for _ in range(2))
     chosen = torch.tensor([[True, False, True], [False, False, True]])
-    queue = lac.Queue(10, 4)
-    old = F.normalize(torch.randn(2, 4), dim=1)
-    queue.push(old, torch.tensor([1, 2]))
-    anchors = torch.stack([weak[0, 0], weak[0, 2], weak[1, 2]])
-    others = torch.stack([strong[0, 0], strong[0, 2], strong[1, 2], *old])
+    anchors, partners = (torch.stack([view[0, 0], view[0, 2], view[1, 2]]) for view in (weak, strong))
+    return weak, strong, chosen, anchors, partners, F.normalize(torch.randn(2, 2, 4), dim=2)
+
+
+def test_a_batch_is_compared_with_its_strong_view_and_the_past():
+    """By hand: which labels are anchors, what they meet, and Eq. 7's B = 6"""
+    weak, strong, chosen, anchors, partners, old = a_batch()
     for denominator, scale in (("inter", 3 / 6), ("all", 1)):
-        queue.classes[2:] = -1
-        queue.end.fill_(2)
-        rest = [0, 2, 2], others.tolist(), [0, 2, 2, 1, 2]
+        queue = lac.Queue(10, 1, 4)
+        queue.push(old[:, :1], torch.tensor([1, 2]))
+        rest = [0, 2, 2], torch.cat([partners, old[:, 0]]).tolist(), [0, 2, 2, 1, 2]
         expected = scale * slow_lac(anchors.tolist(), *rest, 0.5, denominator)
-        got = lac.compare(weak, strong, chosen, queue, 0.5, denominator)
+        got = lac.compare(weak, strong, chosen, queue, 6, lac.Args(denominator=denominator))
         assert got.item() == pytest.approx(expected, abs=1e-5)
-    embed, classes = queue.content()
-    assert classes.tolist() == [1, 2, 0, 2, 2]
-    assert torch.equal(embed[2:], anchors)
+        assert queue.classes.tolist() == [1, 2, 0, 2, 2] + [-1] * 5
+        assert torch.equal(queue.embed[2:5, 0], anchors)
+
+
+def test_the_releases_form_compares_all_with_all():
+    """Both views of batch and past are anchors; each is compared with all others, as SupCon does"""
+    weak, strong, chosen, anchors, partners, old = a_batch()
+    queue = lac.Queue(10, 2, 4)
+    queue.push(old, torch.tensor([1, 2]))
+    everything = torch.cat([anchors, partners, old[:, 0], old[:, 1]])
+    classes = [0, 2, 2, 0, 2, 2, 1, 2, 1, 2]
+    terms = []
+    for i in range(10):
+        others = [j for j in range(10) if j != i]
+        rest = everything[others].tolist(), [classes[j] for j in others]
+        terms.append(slow_lac([everything[i].tolist()], [classes[i]], *rest, 0.5, "all"))
+    got = lac.compare(weak, strong, chosen, queue, 6, lac.Args(form="release"))
+    assert got.item() == pytest.approx(sum(terms) / 10, abs=1e-5)
+    assert torch.equal(queue.embed[2:5], torch.stack([anchors, partners], 1))
 
 
 # ---- model
@@ -265,10 +372,11 @@ def arguments(*words):
     return common.parse(lac.Args, lac.PRESETS, ["--dataset", "voc", *SMALL, *small, *words])
 
 
-def test_the_model_computes_what_the_paper_says():
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_model_computes_what_the_paper_says(layers):
     """The whole decoder again, head by head, with the model's own weights"""
     torch.manual_seed(0)
-    model = lac.LabelWise(arguments(), 5).eval()
+    model = lac.LabelWise(arguments("--decoder_layers", str(layers)), 5).eval()
     x = torch.rand(2, 3, 32, 32)
     fmap = model.shrink(model.feature_map(x))
     memory = fmap.flatten(2).transpose(1, 2)
@@ -291,7 +399,10 @@ def test_the_model_computes_what_the_paper_says():
     memory = finish_block(model.encoder, memory, attend(model.encoder, memory + where, memory + where, memory)[0])
     queries = model.queries.expand(2, -1, -1)
     new, looks = attend(model.decoder[0], queries, memory + where, memory)
-    f = finish_block(model.decoder[0], queries, new)
+    f = finish_block(model.decoder[0], 0, new)  # nothing but what was attended to
+    if layers == 2:  # the query is added again, and a LayerNorm ends it
+        new, looks = attend(model.decoder[1], f + queries, memory + where, memory)
+        f = F.layer_norm(finish_block(model.decoder[1], f, new), [16])
     logits = torch.stack([f[:, c] @ model.weight[c] + model.bias[c] for c in range(5)], 1)
     assert torch.allclose(model(x), logits, atol=1e-5)
     got, projected = model(x, project=True)
@@ -301,6 +412,25 @@ def test_the_model_computes_what_the_paper_says():
     maps = model.embeddings(x, weights=True)[1]
     assert torch.allclose(maps.flatten(2), looks, atol=1e-5)
     assert torch.allclose(maps.sum((2, 3)), torch.ones(2, 5), atol=1e-5)
+
+
+def test_embeddings_come_from_the_image():
+    """Before any learning they vary more between images than a query's own constant would let them"""
+    torch.manual_seed(0)
+    model = lac.LabelWise(arguments("--dim", "64"), 20).eval()
+    with torch.no_grad():
+        f, _ = model.embeddings(torch.rand(16, 3, 32, 32) * torch.rand(16, 3, 1, 1))
+    constant = f.mean(0).var(0, correction=0).sum() / f.flatten(0, 1).var(0, correction=0).sum()  # of each class
+    assert constant < 0.5
+
+
+def test_two_layers_start_as_the_releases():
+    torch.manual_seed(0)
+    model = lac.LabelWise(arguments("--dim", "64", "--ffn", "128", "--decoder_layers", "2"), 5)
+    for block in (model.encoder, *model.decoder):
+        for weight in (block.attend.in_proj_weight, block.attend.out_proj.weight, block.ffn[0].weight):
+            bound = math.sqrt(6 / sum(weight.shape))
+            assert 0.95 * bound < weight.abs().max() <= bound
 
 
 def test_positions_tell_rows_from_columns():
@@ -383,17 +513,39 @@ def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def test_the_strong_view_is_distorted_and_cut():
-    grey = np.full((40, 40, 3), 200, dtype=np.uint8)
-    for seed in range(10):
+def test_the_strong_view_is_cut_and_distorted(monkeypatch):
+    """Without RandAugment: one square of half a side and one colour, anywhere, clipped at the border"""
+    monkeypatch.setattr(lac, "OPERATIONS", lac.OPERATIONS[:1])
+    grey, areas = np.full((40, 40, 3), 200, dtype=np.uint8), []
+    for seed in range(200):
         view = lac.strong_view(grey, generator(seed))
         assert view.shape == grey.shape
         assert view.dtype == np.uint8
-        hole = (view == (124, 116, 104)).all(2)
-        assert hole.sum() == 400  # half a side: a quarter of the image
-        rows, columns = hole.any(1).sum(), hole.any(0).sum()
-        assert (rows, columns) == (20, 20)
+        hole = (view != 200).any(2)
+        rows, columns = np.flatnonzero(hole.any(1)), np.flatnonzero(hole.any(0))
+        assert hole.sum() == len(rows) * len(columns)
+        assert rows[-1] - rows[0] == len(rows) - 1
+        assert len(np.unique(view[hole], axis=0)) == 1
+        assert len(rows) == 20 or rows[0] == 0 or rows[-1] == 39
+        areas.append(len(rows) * len(columns))
+    assert min(areas) >= 100
+    assert max(areas) == 400
+    assert 0.2 < np.mean(np.array(areas) == 400) < 0.35  # 21 of 40 places along each side are not clipped
     assert (grey == 200).all()
+
+
+def test_cutout_comes_before_rand_augment(monkeypatch):
+    """Where RandAugment inverts, it inverts the hole too"""
+    invert, nothing = (lambda image, _: lac.pictures.invert(image), 0, False), lac.OPERATIONS[0]
+    views = []
+    for operations in ((nothing,) * 2, (invert, nothing), (nothing, invert), (invert,) * 2):
+        left = list(operations)
+        monkeypatch.setattr(lac, "OPERATIONS", ((lambda image, by: left.pop()[0](image, by), 0, False),))  # noqa: B023
+        views.append(lac.strong_view(noise(40), generator(0)))
+    plain, once, once_more, twice = views
+    assert np.array_equal(once, 255 - plain)
+    assert np.array_equal(once_more, 255 - plain)
+    assert np.array_equal(twice, plain)
 
 
 @pytest.mark.parametrize("side", [32, 41, 64, 331, 448])
@@ -411,13 +563,16 @@ def test_the_operations_are_those_of_torchvision(side):
 
 @pytest.mark.parametrize("side", [32, 64])
 def test_the_strong_view_is_that_of_torchvision(side):
-    """RandAugment and RandomErasing, which draw from the global generator what ours draws from its own"""
-    cutout = transforms.RandomErasing(p=1, scale=(0.25, 0.25), ratio=(1, 1), value=(124, 116, 104))
+    """Cutout by hand, then torchvision's RandAugment, which draws from the global generator, ours from its own"""
     for seed in range(100):
-        pixels = noise(side, seed)
-        torch.manual_seed(seed)
-        expected = cutout(torch.from_numpy(np.array(RAND_AUGMENT(Image.fromarray(pixels)))).permute(2, 0, 1))
-        assert np.array_equal(lac.strong_view(pixels, generator(seed)), expected.permute(1, 2, 0)), seed
+        pixels, draws = noise(side, seed), generator(seed)
+        y, x, *colour = (torch.randint(n, (1,), generator=draws).item() for n in (side, side, 256, 256, 256))
+        cut, rows = pixels.copy(), np.arange(side)
+        inside = [(rows >= at - side // 4) & (rows < at + side // 4) for at in (y, x)]
+        cut[inside[0][:, None] & inside[1]] = colour
+        torch.set_rng_state(draws.get_state())
+        expected = np.array(RAND_AUGMENT(Image.fromarray(cut)))
+        assert np.array_equal(lac.strong_view(pixels, generator(seed)), expected), seed
 
 
 def test_all_operations_come_up(monkeypatch):
@@ -542,14 +697,16 @@ def test_both_stages_in_one_run(script, squares, workplace):
     assert torch.load(run / "last.pt", weights_only=True)["stage"] == {"number": 2}
 
 
-@pytest.mark.parametrize(("decay", "better"), [(0.5, "ema"), (0.999, "model")])
-def test_the_best_of_raw_and_ema_counts(script, squares, workplace, decay, better):
-    script("lac.py", "--dataset", squares, *SMALL, *SIZE, "--epochs", 1, "--stage", 1, "--ema", decay)
+@pytest.mark.parametrize(("measured", "better"), [([10, 20], "ema"), ([20, 10], "model")])
+def test_the_best_of_raw_and_ema_counts(script, squares, workplace, monkeypatch, measured, better):
+    values = iter(map(float, measured))
+    monkeypatch.setattr(common, "mean_average_precision", lambda *_: next(values))
+    script("lac.py", "--dataset", squares, *SMALL, *SIZE, "--epochs", 1, "--stage", 1)
     run = only_run(workplace)
     (row,) = rows(run)
     kept, last = (torch.load(run / name, weights_only=True) for name in ("best.pt", "last.pt"))
-    assert (row["val_mAP_ema"] > row["val_mAP_raw"]) == (better == "ema")
-    assert kept["val_mAP"] == row["val_mAP"] == max(row["val_mAP_raw"], row["val_mAP_ema"])
+    assert [row["val_mAP_raw"], row["val_mAP_ema"]] == measured
+    assert kept["val_mAP"] == row["val_mAP"] == 20
     assert all(torch.equal(value, last[better][name]) for name, value in kept["model"].items())
     assert not torch.equal(last["ema"]["queries"], last["model"]["queries"])
 
@@ -715,13 +872,43 @@ def test_a_run_reports_its_last_stage_and_keeps_the_first(script, squares, workp
     assert torch.load(run / "stage1.pt", weights_only=True)["epoch"] == first["epoch"]
 
 
-def test_patience_ends_a_stage_not_the_run(script, squares, workplace, tmp_path):
-    """Nothing learns and no statistics move, so no epoch is better than a stage's first"""
-    body = scenes.small_resnet().state_dict()
-    torch.save(body, tmp_path / "body.pth")
-    still = ("--weights", tmp_path / "body.pth", "--lr", 1e-30, "--weight_decay", 0, "--ema", 0, "--dropout", 0)
-    script("lac.py", "--dataset", squares, *SMALL, *SIZE, *still, "--patience", 1, "--epochs", 9)
+def test_patience_ends_a_stage_not_the_run(script, squares, workplace, monkeypatch):
+    """Whatever is measured falls, so no epoch is better than a stage's first"""
+    falling = iter(range(90, 0, -1))
+    monkeypatch.setattr(common, "mean_average_precision", lambda *_: float(next(falling)))
+    script("lac.py", "--dataset", squares, *SMALL, *SIZE, "--patience", 1, "--epochs", 9)
     assert [row["stage"] for row in rows(only_run(workplace))] == [1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("raw", "ema", "end"),
+    [
+        ([9, 8, 7, 6, 5, 4, 3], [1, 2, 3, 4, 5, 6, 7], 7),  # the EMA rises to the end
+        ([9, 8, 7, 6, 5, 4, 3], [1, 2, 3, 4, 5, 4, 3], 6),  # it falls below its best in the sixth epoch
+        ([9, 8, 7, 6, 5, 4, 3], [1, 2, 3, 2, 1, 1, 1], 4),  # more than two epochs after the best of either
+        ([1, 2, 3, 4, 3, 2, 1], [9, 8, 8, 8, 8, 8, 8], 7),  # the raw weights' own best was in the fourth
+        ([1, 2, 3, 2, 2, 2, 1], [9, 8, 8, 8, 8, 8, 8], 6),
+    ],
+)
+def test_a_stage_waits_for_an_ema_that_rises(raw, ema, end, squares, workplace, monkeypatch):
+    """Patience 2, with measured mAPs put in the place of real ones"""
+    args = arguments("--dataset", squares, "--patience", "2", "--epochs", "7")
+    run, data = common.Run(args, str(ROOT / "lac.py")), common.load(args)
+    nets = {name: lac.LabelWise(args, 4) for name in ("raw", "ema")}
+    nets["raw"] = run.prepare(nets["raw"], data)
+    values = {id(nets["raw"]): raw, id(nets["ema"]): ema}
+    monkeypatch.setattr(run, "measure", lambda *_: {"mAP": 1.0, "F1": {}, "F1_tuned": {}, "AP": {}})
+    monkeypatch.setattr(
+        run, "predict", lambda model, split: torch.full((2, 4), float(values[id(model)][run.epoch - 1]))
+    )
+    monkeypatch.setattr(common, "mean_average_precision", lambda logits, y: logits[0, 0].item())
+    monkeypatch.setattr(
+        common, "best_f1_thresholds", lambda *_: torch.zeros(4)
+    )  # of real labels it would need as many rows
+    while not run.finished:
+        run.epoch += 1
+        run.evaluate(nets["raw"], data, ema=nets["ema"])
+    assert run.epoch == end
 
 
 def test_the_ema_is_exponential(script, squares, workplace):
@@ -758,6 +945,9 @@ def test_projection_is_frozen_in_stage_1(script, squares, workplace):
         (("--end_to_end",), True, True, {2}),
         (("--queue", 0), True, True, {1, 2}),
         (("--denominator", "all", "--decoder_layers", 2), True, True, {1, 2}),
+        (("--form", "release"), True, True, {1, 2}),
+        (("--loss", "em"), False, False, {1}),
+        (("--loss", "epr"), False, False, {1}),
         (("--amp", "bf16"), True, True, {1, 2}),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else None,
@@ -844,20 +1034,18 @@ def test_five_steps_are_enough(script, squares, workplace):
     script("lac.py", "--dataset", squares, *SMALL, *SIZE, "--epochs", 1, "--batch_size", 16, "--no_lac")
 
 
-def test_from_all_keeps_order_and_sizes(workplace):
-    """Ranks with 3 and 1 embeddings: all see the same four, rank 0's first"""
+def test_from_all_has_everybodys(workplace):
+    """Ranks with 3 and 1 rows, padded to 4 each: all see the same, and what is padded has class -1"""
     (workplace / "check.py").write_text(
         "import torch, torch.distributed as dist, lac\n"
         "dist.init_process_group('gloo')\n"
         "rank = dist.get_rank()\n"
         "n = 3 if rank == 0 else 1\n"
-        "embed = torch.arange(n)[:, None].repeat(1, 2).float() + 10 * rank\n"
-        "rows, classes = lac.from_all(embed, torch.arange(n) + 5 * rank)\n"
-        "assert rows.tolist() == [[0, 0], [1, 1], [2, 2], [10, 10]], rows\n"
-        "assert classes.tolist() == [0, 1, 2, 5], classes\n"
-        "for mine, everyones in ((2 * rank, 2), (0, 0)):\n"
-        "    rows, classes = lac.from_all(torch.ones(mine, 2), torch.ones(mine, dtype=torch.int64))\n"
-        "    assert rows.shape == (everyones, 2) and classes.shape == (everyones,)\n"
+        "embed = torch.arange(n)[:, None, None].repeat(1, 1, 2).float() + 10 * rank\n"
+        "rows, classes = lac.from_all(embed, 4), lac.from_all(torch.arange(n) + 5 * rank, 4)\n"
+        "assert rows.shape == (8, 1, 2) and classes.shape == (8,)\n"
+        "assert classes[classes >= 0].tolist() == [0, 5, 1, 2], classes\n"
+        "assert rows[classes >= 0][:, 0, 0].tolist() == [0, 10, 1, 2], rows\n"
         "dist.barrier()\n"
         "dist.destroy_process_group()\n"
     )

@@ -2,7 +2,10 @@ import csv
 import json
 import math
 import re
+from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torchvision
@@ -339,6 +342,7 @@ def test_pu_learns_and_logs(script, squares, workplace):
         ("--known_ratio", 0.5, "--drop_empty"),
         ("--batch_size", 1, "--mixup", 1, "--linear"),
         ("--batch_size", 7, "--one_cycle", 4, "--ema", 0.9, "--weight_decay", 1e-4),
+        ("--known_ratio", 0.5, "--lgconv", "--freeze_bn", "--crops", "--val_fraction", 0),
     ],
 )
 def test_flags_train(more, script, squares, workplace):
@@ -375,24 +379,80 @@ def test_schedule_and_decay_are_used(script, squares, workplace):
     assert last["optimizer"]["param_groups"][0]["weight_decay"] == 0.01
     assert last["scheduler"]["last_epoch"] == 20  # steps of two epochs of ten
     weight = torch.nn.Parameter(torch.zeros(1))
-    expected = torch.optim.lr_scheduler.OneCycleLR(torch.optim.Adam([weight]), 3e-3, 40)
+    expected = torch.optim.lr_scheduler.OneCycleLR(torch.optim.Adam([weight]), 3e-3, 40, pct_start=0.2)
     for _ in range(20):
         expected.optimizer.step()
         expected.step()
     assert last["optimizer"]["param_groups"][0]["lr"] == pytest.approx(expected.get_last_lr()[0])
 
 
-def test_what_is_measured_and_kept_is_the_ema(script, squares, workplace):
+@pytest.mark.parametrize(("measured", "better"), [([10, 20], "ema"), ([20, 10], "model")])
+def test_the_better_of_raw_and_ema_is_kept(script, squares, workplace, monkeypatch, measured, better):
+    values = iter(map(float, measured))
+    monkeypatch.setattr(common, "mean_average_precision", lambda *_: next(values))
     script("pu_mlc.py", *flags(squares), "--epochs", 1, "--max_steps", 1, "--ema", 0.9)
     last, best = (torch.load(only_run(workplace) / name, weights_only=True) for name in ("last.pt", "best.pt"))
     torch.manual_seed(0)
     args = common.parse(pu_mlc.Args, pu_mlc.PRESETS, [*map(str, flags(squares))])
     start = pu_mlc.Classifier(args, 4).state_dict()
     for name, value in best["model"].items():
-        assert torch.equal(value, last["ema"][name]), name
+        assert torch.equal(value, last[better][name]), name
         if value.is_floating_point():
-            assert torch.allclose(value, 0.9 * start[name] + 0.1 * last["model"][name], atol=1e-6), name
-    assert not torch.equal(best["model"]["head.weight"], last["model"]["head.weight"])
+            expected = 0.9 * start[name] + 0.1 * last["model"][name]
+            assert torch.allclose(last["ema"][name], expected, atol=1e-6), name
+    assert not torch.equal(last["ema"]["head.weight"], last["model"]["head.weight"])
+
+
+def test_without_validation_the_last_ema_counts(script, squares, workplace):
+    """All of the train file is trained on; both test mAPs are written down"""
+    out = script("pu_mlc.py", *flags(squares), "--epochs", 2, "--ema", 0.9, "--val_fraction", 0)
+    run = only_run(workplace)
+    last, best = (torch.load(run / name, weights_only=True) for name in ("last.pt", "best.pt"))
+    assert all(torch.equal(value, last["ema"][name]) for name, value in best["model"].items())
+    assert last["run"]["steps"] == 2 * 13  # of 100 images, not 80
+    first, second = rows_of(run)
+    assert second["test_mAP"] == second["test_mAP_ema"] != second["test_mAP_raw"]
+    assert not first.get("test_mAP")
+    assert "last epoch 2 (no validation)" in out
+    assert "thresholds" not in json.loads((run / "result.json").read_text())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_statistics_never_see_mixed_images(frozen, script, squares, workplace):
+    """After one step the running mean of the first BatchNorm is that of the plain batch, or untouched"""
+    more = ("--freeze_bn",) if frozen else ()
+    script("pu_mlc.py", *flags(squares), "--max_steps", 1, *more)
+    args = common.parse(pu_mlc.Args, pu_mlc.PRESETS, [*map(str, flags(squares)), *more])
+    run, data = common.Run(args, str(ROOT / "pu_mlc.py")), common.load(args)
+    model = pu_mlc.Classifier(args, 4).train()
+    run.epoch = 1
+    x, _, _ = next(run.batches(data.train, flip=True))
+    with torch.no_grad():
+        model.features(x)
+    after = torch.load(only_run(workplace) / "last.pt", weights_only=True)["model"]
+    norms = [name for name, _ in model.named_buffers() if name.endswith("running_mean")]
+    assert norms
+    for name in norms:
+        value = model.state_dict()[name]
+        assert torch.allclose(after[name], value, atol=1e-6), name
+        assert value.any() != frozen
+
+
+def test_crops_are_squares_of_the_image():
+    """A ramp tells where a crop was taken and how large it is"""
+    ramp = np.stack(np.broadcast_arrays(*np.meshgrid(np.arange(64), np.arange(64)), 0), 2).astype(np.uint8)
+    sides = Counter()
+    for row in range(300):
+        view = pu_mlc.crop(ramp, row, 56, seed=0, epoch=1)
+        assert view.shape == (56, 56, 3)
+        across, down = (np.ptp(view[..., axis].astype(float)) for axis in (0, 1))
+        sides[round((across + 1) / 8)] += 1
+        assert abs(across - down) <= 1
+    assert set(sides) == {4, 5, 6, 7, 8}  # eighths
+    assert min(sides.values()) > 35
+    again = [pu_mlc.crop(ramp, 3, 56, seed=0, epoch=epoch) for epoch in (1, 1, 2)]
+    assert np.array_equal(again[0], again[1])
+    assert not np.array_equal(again[0], again[2])
 
 
 def test_drop_empty_leaves_out_classes_without_a_positive(script, squares, workplace):
@@ -437,6 +497,7 @@ def test_two_processes_with_one_image_each(squares, workplace):
         ("--one_cycle", 1, "--epochs", 2),
         ("--one_cycle", -1),
         ("--lgconv", "--linear"),
+        ("--crops", "--linear"),
     ],
 )
 def test_wrong_settings_give_one_sentence(words, script, squares, workplace):
@@ -449,10 +510,14 @@ def test_presets_follow_the_setting():
     """Partial labels: the paper's own training; one positive per image: that of the other methods"""
     partial = lambda name: common.parse(pu_mlc.Args, pu_mlc.PRESETS, ["--dataset", name, "--known_ratio", "0.1"])
     voc, coco = partial("voc2007"), partial("coco")
-    both = lambda a: (a.backbone, a.weight_decay, a.one_cycle, a.image_size, a.known_ratio)
-    assert both(voc) == both(coco) == ("resnet101", 1e-4, 80, 448, 0.1)
+    both = lambda a: (a.backbone, a.weight_decay, a.one_cycle, a.image_size, a.known_ratio, a.val_fraction)
+    assert both(voc) == both(coco) == ("resnet101", 1e-4, 80, 448, 0.1, 0)
+    assert all(args.lgconv and args.freeze_bn and args.crops for args in (voc, coco))
+    assert replace(partial("coco_all"), dataset="coco") == coco
     assert (voc.batch_size, voc.lr, voc.epochs, voc.ema, voc.alpha, voc.gamma) == (90, 4e-5, 55, 0.991, 2, 0.85)
     assert (coco.batch_size, coco.lr, coco.epochs, coco.ema, coco.alpha, coco.gamma) == (70, 1e-4, 40, 0.9997, 1, 0.55)
     single = common.parse(pu_mlc.Args, pu_mlc.PRESETS, ["--dataset", "coco"])
+    assert (single.lgconv, single.freeze_bn, single.crops) == (False, False, False)
+    assert single.val_fraction == 0.2
     assert (single.backbone, single.batch_size, single.lr, single.epochs, single.ema) == ("resnet50", 16, 1e-5, 10, 0)
     assert partial("voc").backbone == "resnet50"  # no preset of its own

@@ -530,3 +530,59 @@ def test_a_wrong_setting_is_one_sentence(words, script, squares, tiny_clip, work
         script("vlpl.py", *flags(squares, tiny_clip), *words.split())
     assert refusal.value.code == f"error: {REFUSED[words]}"
     assert not (workplace / "runs").exists()
+
+
+TABLE_2 = {  # the commands of the docstring: width of the features
+    "--backbone convnext_xlarge.fb_in22k_ft_in1k": 2048,
+    "--backbone convnext_xlarge.fb_in22k": 2048,
+    "--backbone vit_large_patch14_clip_336.openai --image_size 336 --batch_size 6": 768,
+}
+
+
+@pytest.mark.parametrize("words", TABLE_2)
+def test_the_backbones_of_table_2(words):
+    """Each is built once, on the meta device, as its command says"""
+    assert f"`{words}`" in " ".join(vlpl.__doc__.split())
+    args = common.parse(vlpl.Args, vlpl.PRESETS, ["--dataset", "voc", *words.split(), "--weights", "none"])
+    with torch.device("meta"):
+        model = common.Classifier(args, 20)
+        features = model.features(torch.zeros(2, 3, args.image_size, args.image_size))
+    assert features.shape == (2, TABLE_2[words])
+    assert model.head.in_features == TABLE_2[words]
+    if "clip" in words:  # with CLIP's projection, at the size it was trained at: nothing is stretched
+        assert model.body.head.weight.shape == (768, 1024)
+        assert model.body.pos_embed.shape == (1, 1 + 24**2, 1024)
+        assert (args.image_size, args.batch_size) == (336, 6)
+
+
+def test_a_clip_backbone_loads_its_projection_from_a_file(tmp_path):
+    import timm
+
+    torch.manual_seed(1)
+    small = dict(embed_dim=32, depth=1, num_heads=2)
+    net = timm.create_model("vit_base_patch32_clip_224.openai", **small)
+    torch.save(net.state_dict(), tmp_path / "clip.pth")
+    create = timm.create_model
+    with pytest.MonkeyPatch.context() as patch:  # a narrow one, for speed
+        patch.setattr(timm, "create_model", lambda name, **more: create(name, **more, **small))
+        flags = ["--backbone", "vit_base_patch32_clip_224.openai", "--image_size", "224"]
+        args = common.parse(
+            vlpl.Args, vlpl.PRESETS, ["--dataset", "voc", *flags, "--weights", str(tmp_path / "clip.pth")]
+        )
+        model = common.Classifier(args, 20).eval()
+    x = torch.rand(1, 3, 224, 224)
+    with torch.no_grad():
+        expected = net.eval()((x - model.mean) / model.std)
+        assert torch.allclose(model.features(x), expected, atol=1e-5)
+    assert expected.shape == (1, 512)
+
+
+@pytest.mark.parametrize(("rows", "warned"), [(0, True), (2, True), (5, False)])
+def test_few_pseudo_positives_are_warned_of(rows, warned, capsys):
+    """Of 400 images: none and 0.5 % are few, 1.25 % is not"""
+    pseudo = torch.full((400, 5), -1, dtype=torch.int8)
+    pseudo[:rows, 2] = 1
+    common.warn_of_few(pseudo, "lower --theta")
+    out = capsys.readouterr().out
+    assert ("warning" in out) == warned
+    assert not warned or f"{rows / 4:.2g} % of the training images have a pseudo-positive: lower --theta" in out
