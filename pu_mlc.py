@@ -228,9 +228,9 @@ if __name__ == "__main__":
     if args.one_cycle:
         state["scheduler"] = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, steps, pct_start=0.2)
     ema = dict(ema=copy.deepcopy(common.unwrap(model)).requires_grad_(False)) if args.ema else {}
-    train, views = data.train, None
+    views, images = None, data.train.images
     if args.crops:  # of images of 512 pixels, for 448
-        train = replace(train, images=train.images.from_files(round(args.image_size * 8 / 7), train.images.resample))
+        data.train = replace(data.train, images=images.from_files(round(args.image_size * 8 / 7), images.resample))
     beta, share = torch.distributions.Beta(BETA, BETA), args.batch_size // common.world()
     min_images = min(4, share)  # a last image alone would have no spread, and an enormous gradient
     mixing = args.mixup and share > 1
@@ -238,7 +238,7 @@ if __name__ == "__main__":
     for epoch in run.epochs(model=model, optimizer=optimizer, **state, **ema):  # all of these are in last.pt
         if args.crops:
             views = partial(crop, size=args.image_size, seed=args.seed, epoch=epoch)
-        for x, z, idx in run.batches(train, flip=True, augment=views, min_images=min_images):  # x (B, 3, H, W) in 0..1
+        for x, z, idx in run.batches(data.train, flip=True, augment=views, min_images=min_images):  # x (B, 3, H, W)
             with run.autocast():
                 logits = model(x)  # (B, C)
                 if mixing:  # new vs an.py
