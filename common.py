@@ -50,6 +50,7 @@ from data_prep import die, draw_known_positives, draw_single_positives, read_jso
 EVAL_BATCH = 64
 NO_RESULTS = ("epoch", "seconds", "images_per_s")  # columns of metrics.csv that are neither printed nor drawn
 SILENCE = 40  # seconds without a sign of life after which a process counts as dead
+ROWS = 2**12  # of an (N, C) table that are looked at together: torch makes int64 of what it sums
 CHECK_EVERY = 50  # steps between two checks of the losses: each one waits for the device
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -88,6 +89,7 @@ class Args:
     workers: Workers = -1  # loader threads (-1: automatic); no effect on results
     amp: Literal["auto", "bf16", "fp16", "off"] = "auto"  # mixed precision (auto: bf16 or fp16 on CUDA, off on a CPU)
     compile: bool = False  # torch.compile of the model
+    sync_bn: bool = False  # BatchNorm statistics over all processes of torchrun; needs CUDA
     tensorboard: bool = False  # TensorBoard events beside metrics.csv
     resume: str = ""  # run directory to resume
     eval_only: str = ""  # run directory whose best weights are evaluated, without training
@@ -263,12 +265,15 @@ class Split:
     def first(self, n):
         return replace(self, rows=self.rows[:n], y=self.true(slice(n)), z=None if self.z is None else self.z[:n])
 
+    def names(self):
+        return (self.images.names[row] for row in self.rows)
+
     def fingerprint(self):
         """Changes when the list of images does, or a file behind it"""
         source = self.images
-        files = [source.cache] if source.cached else [source.image_folder / source.names[row] for row in self.rows]
-        stats = [f"{stat.st_size} {stat.st_mtime_ns}" for stat in map(os.stat, files)]
-        return data_prep.hash_names([source.names[row] for row in self.rows] + stats + ["upright"] * source.upright)
+        files = [source.cache] if source.cached else (source.image_folder / name for name in self.names())
+        stats = (f"{stat.st_size} {stat.st_mtime_ns}" for stat in map(os.stat, files))
+        return data_prep.hash_names(itertools.chain(self.names(), stats, ["upright"] * source.upright))
 
 
 @dataclass
@@ -528,6 +533,21 @@ def start_from(args):
     if run and not path.exists():
         die(f"{run} has no best.pt: it is not a run, or was stopped in its first epoch")
     return path if run else None
+
+
+def batch_norms(model):
+    """Places, (module, name of a child), of the BatchNorms that training gives new statistics"""
+    children = [(module, *child) for module in model.train().modules() for child in module.named_children()]
+    kind = nn.modules.batchnorm._BatchNorm
+    return [(module, name) for module, name, child in children if isinstance(child, kind) and child.training]
+
+
+def share_batch_norms(places):
+    """--sync_bn; those with frozen statistics, which a model may know by reference, stay as they are"""
+    from timm.layers import convert_sync_batchnorm  # torch's own would lose the activation inside of timm's layers
+
+    for module, name in places:
+        setattr(module, name, convert_sync_batchnorm(getattr(module, name)))
 
 
 def load_weights(model, path, classes=None):
@@ -1004,10 +1024,25 @@ class Run:
         self.in_model = {id(weight) for weight in model.parameters()}
         if self.args.linear:
             self.embed_features(model, data)
+        elif world() > 1 and not self.args.eval_only:
+            self.check_batch_norms(batch_norms(model))
         if self.args.compile:
             model.compile()
-        ddp = partial(nn.parallel.DistributedDataParallel, find_unused_parameters=find_unused_parameters)
-        return ddp(model, device_ids=[self.device] if self.device.type == "cuda" else None) if world() > 1 else model
+        more = {"device_ids": [self.device] if self.device.type == "cuda" else None}
+        # not in every forward, of which a step may have several: predict() broadcasts the statistics
+        more |= {"find_unused_parameters": find_unused_parameters, "broadcast_buffers": False}
+        return nn.parallel.DistributedDataParallel(model, **more) if world() > 1 else model
+
+    def check_batch_norms(self, places):
+        """Over all processes with --sync_bn; else a process may have too few images for statistics of its own"""
+        share = self.args.batch_size // world()
+        if places and self.args.sync_bn:
+            if self.device.type != "cuda":
+                die("--sync_bn needs CUDA, torch has it for no other device: leave it out and raise --batch_size")
+            share_batch_norms(places)
+        elif places and share < 4 and rank() == 0:
+            few = f"{share} of the {self.args.batch_size} images of --batch_size are left for a process's BatchNorms"
+            print(f"warning: {few}: raise it, or share their statistics with --sync_bn")
 
     def check_model(self, model):
         """Builds the model again from the script's source, as predict.py will, and compares their logits"""
@@ -1136,10 +1171,13 @@ class Run:
     def log_pseudo_labels(self, pseudo, z, y=None):
         """Number, precision and recall of pseudo-labels (B, C), 1 and -1, among the labels that were not observed. Of
         a batch, to be summed over the epoch, or of the whole training set; y are the full labels, if known."""
-        hidden, y = z != 1, torch.full_like(z, 2) if y is None else y
-        positives, negatives = (pseudo == 1) & hidden, (pseudo == -1) & hidden
-        masks = hidden, positives, negatives, hidden & (y == 1), positives & (y == 1), negatives & (y == 0), y < 2
-        self.counts.append(torch.stack([(z == z).sum(0), *(mask.sum(0) for mask in masks)]))  # (8, C)
+        y = torch.full_like(z, 2) if y is None else y
+        pieces = zip(*(labels.split(ROWS) for labels in (pseudo, z, y)))
+        for pseudo, z, y in pieces:
+            hidden = z != 1
+            positives, negatives = (pseudo == 1) & hidden, (pseudo == -1) & hidden
+            masks = hidden, positives, negatives, hidden & (y == 1), positives & (y == 1), negatives & (y == 0), y < 2
+            self.counts.append(torch.stack([(z == z).sum(0), *(mask.sum(0) for mask in masks)]))  # (8, C)
 
     def summarise(self, name, values):
         """Numbers of the whole run: printed now, kept in result.json"""
@@ -1175,7 +1213,7 @@ class Run:
             done += len(x)
         model.train(training)
         logits = gather(logits, len(split))
-        if not logits.isfinite().all():
+        if not all(piece.isfinite().all() for piece in logits.split(ROWS)):
             self.give_up(f"the model's outputs are not finite after epoch {self.epoch}")
         return logits
 
@@ -1256,7 +1294,7 @@ class Run:
         self.namespaces()  # are they such that can be saved?
         train = self.data.train
         train.z = train.z.clone()  # a namespace may hold, and restore, the tensor itself
-        self.fingerprint = hash_tensors({data_prep.hash_names(train.images.names[row] for row in train.rows): train.z})
+        self.fingerprint = hash_tensors({data_prep.hash_names(train.names()): train.z})
         if not isinstance(state.get("model"), nn.Module):
             die(f"{self.script.name}: run.epochs needs model=model, which is trained, saved and evaluated")
         if self.args.eval_only:  # the best weights are in place since prepare()
@@ -1428,8 +1466,8 @@ class Run:
     def report(self):
         """result.json, curve.png and the last line of a run"""
         best, last, data = self.best, self.rows[-1], self.data
-        counts = data.test.y.sum(0).tolist() if data.test else []
-        empty = [name for name, n in zip(data.classes, counts) if n == 0]
+        there = data.test.y.amax(0).tolist() if data.test else []
+        empty = [name for name, any_of_it in zip(data.classes, there) if not any_of_it]
         result = {"best_epoch": best["epoch"], **best, "last_epoch": last["epoch"], "last_test_mAP": last["test_mAP"]}
         result |= {"classes_without_test_positives": empty, "seconds": sum(row["seconds"] for row in self.rows)}
         result |= {"embedding_seconds": self.cache.seconds, **self.summaries}
@@ -1468,20 +1506,26 @@ def average_precision(scores, y):
     scores, y = as_tensor(scores), as_tensor(y)
     if scores.shape != y.shape or scores.ndim != 2:
         raise ValueError(f"scores {tuple(scores.shape)} and labels {tuple(y.shape)} should be one (N, C)")
-    if torch.isnan(scores).any():
-        raise ValueError("scores hold NaN: there is no ranking to measure")
     fits = scores.dtype == torch.float32 or scores.dtype.itemsize <= 2
-    scores = (scores.float() if fits else scores.double()).T.contiguous()  # (C, N)
-    positive = (y.T == 1).to(scores.device)
-    ap = torch.zeros(len(scores), dtype=torch.float64, device=scores.device)
+    ap = torch.zeros(scores.shape[1], dtype=torch.float64, device=scores.device)
     # on a CPU numpy sorts, for it doesn't also make the indices, which nobody needs
     in_order = lambda values: values.sort().values if values.is_cuda else torch.from_numpy(np.sort(values.numpy()))
-    for c, ranked in enumerate(in_order(scores)):
-        own = in_order(scores[c, positive[c]])
+    for c, (column, positive) in enumerate(columns(scores, y)):
+        column = column.float() if fits else column.double()
+        if column.isnan().any():
+            raise ValueError("scores hold NaN: there is no ranking to measure")
+        own, ranked = in_order(column[positive]), in_order(column)
         if len(own):
             as_high = lambda values: (len(values) - torch.searchsorted(values, own)).double()  # noqa: B023
             ap[c] = (as_high(own) / as_high(ranked)).mean()
     return ap
+
+
+def columns(scores, y):
+    """Every class's scores and whether they are of a positive, (N,) each. Neighbours are read together, for they share
+    lines of the processor's cache, but few, for that takes memory"""
+    for some, true in zip(scores.split(8, dim=1), y.split(8, dim=1)):
+        yield from zip(some.T.contiguous(), (true.T == 1).to(scores.device))
 
 
 def mean_average_precision(scores, y):
@@ -1491,9 +1535,11 @@ def mean_average_precision(scores, y):
 
 def f1_scores(scores, y, threshold=0.5):
     """Overall and per-class precision, recall and F1, 0..100; positive iff score >= threshold, 0/0 is 0."""
-    guess = as_tensor(scores) >= threshold
-    truth = as_tensor(y).to(guess.device) == 1
-    hits, guesses, truths = (mask.sum(0).double().cpu() for mask in (guess & truth, guess, truth))
+    counts, pieces = 0, (as_tensor(values).split(ROWS) for values in (scores, y))
+    for some, true in zip(*pieces, strict=True):
+        guess, truth = some >= threshold, true.to(some.device) == 1
+        counts += torch.stack([mask.sum(0) for mask in (guess & truth, guess, truth)])
+    hits, guesses, truths = counts.double().cpu()
     values, ratio = {}, lambda a, b: a / b.clamp(min=1)
     for kind, sums in {"O": [t.sum() for t in (hits, guesses, truths)], "C": (hits, guesses, truths)}.items():
         P, R = (100 * ratio(sums[0], total).mean().item() for total in sums[1:])
@@ -1504,15 +1550,14 @@ def f1_scores(scores, y, threshold=0.5):
 def best_f1_thresholds(scores, y):
     """(N, C) scores and labels -> (C,): the threshold (score >= it) of each class with the best F1, the highest of
     several; 0.5 where a class has no positive to judge by"""
-    scores = as_tensor(scores)
-    positive = as_tensor(y).to(scores.device) == 1
-    ranked, order = scores.sort(dim=0, descending=True)
-    hits = positive.gather(0, order).cumsum(0)
-    guesses = torch.arange(1, len(scores) + 1, device=scores.device).view(-1, 1)
-    f1 = 2 * hits.double() / (guesses + positive.sum(0))
-    f1[:-1][ranked[:-1] == ranked[1:]] = -1  # equal scores are on the same side of a threshold
-    best = ranked.gather(0, f1.argmax(0, keepdim=True))[0]  # the first of equals
-    return torch.where(positive.any(0), best, 0.5)
+    scores, best = as_tensor(scores), []
+    guesses = torch.arange(1, len(scores) + 1, device=scores.device)
+    for column, positive in columns(scores, as_tensor(y)):
+        ranked, order = column.sort(descending=True)
+        f1 = 2 * positive[order].cumsum(0).double() / (guesses + positive.sum())
+        f1[:-1][ranked[:-1] == ranked[1:]] = -1  # equal scores are on the same side of a threshold
+        best.append(torch.where(positive.any(), ranked[f1.argmax()], 0.5))  # the first of equals
+    return torch.stack(best)
 
 
 def pseudo_label_columns(counts):

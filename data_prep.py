@@ -37,6 +37,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -268,12 +269,13 @@ def is_positive(y):
 def draw_single_positives(y, seed=PROTOCOL_SEED):
     """(N, C) full labels -> (N, C) uint8 with one positive kept per row, exactly as Cole et al. drew theirs"""
     y, rs = is_positive(y), np.random.RandomState(seed)
-    z = np.zeros(y.shape, dtype=np.uint8)
+    z, places = np.zeros(y.shape, dtype=np.uint8), np.empty(y.shape[1], dtype=np.int64)
     for row, labels in enumerate(y):
-        positives, negatives = np.flatnonzero(labels), np.flatnonzero(~labels)
+        (positives,) = labels.nonzero()
         rs.shuffle(positives)
-        rs.shuffle(negatives)  # none is kept, but the published draws consumed this randomness
-        z[row, positives[:1]] = 1
+        rs.shuffle(places[len(positives) :])  # of negatives: none is kept, but the published draws shuffled them too
+        if len(positives):
+            z[row, positives[0]] = 1
     return z
 
 
@@ -308,7 +310,12 @@ def decode(path, size, resample=Image.Resampling.BILINEAR, upright=False):
 
 
 def hash_names(names):
-    return hashlib.sha256("\n".join(names).encode(errors="surrogateescape")).hexdigest()
+    """SHA-256 of all names, a line each; never many of them at once, for an array holds them in less memory"""
+    digest, names, between = hashlib.sha256(), iter(names), ""
+    while piece := list(islice(names, 4096)):
+        digest.update((between + "\n".join(piece)).encode(errors="surrogateescape"))
+        between = "\n"
+    return digest.hexdigest()
 
 
 class Images:
@@ -395,19 +402,20 @@ def read_rows(path, n):
 
 
 def read_names(folder, part):
-    return [str(name) for name in read_array(folder / f"formatted_{part}_images.npy", ndim=1)]
+    return read_array(folder / f"formatted_{part}_images.npy", ndim=1).astype(str, copy=False)
 
 
 def read_labels(path, n):
     """(n, C) labels of any real dtype, 0 or 1 -> uint8"""
-    labels = read_array(path, ndim=2)
+    labels = read_array(path, ndim=2, mmap_mode="r")  # the file may have 8 bytes per label
     if len(labels) != n:
         die(f"{path} has {len(labels)} rows, but its images file has {n}")
-    wrong = ~np.isin(labels, (0, 1))
-    if wrong.any():
-        row, column = np.argwhere(wrong)[0]
-        die(f"{path} may hold 0 and 1 only; row {row}, column {column} is {labels[row, column]}")
-    return labels.astype(np.uint8)
+    for start in range(0, n, 4096):
+        wrong = ~np.isin(labels[start : start + 4096], (0, 1))
+        if wrong.any():
+            row, column = np.argwhere(wrong)[0] + (start, 0)
+            die(f"{path} may hold 0 and 1 only; row {row}, column {column} is {labels[row, column]}")
+    return np.array(labels, dtype=np.uint8)
 
 
 def observed_labels(folder, n, y, known_ratio):
@@ -930,7 +938,7 @@ def visit(images, what, target, rows, compare, finished=lambda rows: None):
     jobs = [
         (
             images.image_folder,
-            [images.names[row] for row in rows[n : n + 64]],
+            images.names[rows[n : n + 64]],
             rows[n : n + 64],
             images.size,
             images.upright,
@@ -983,7 +991,8 @@ def visit_chunk(job):
 
 
 def file_times(images):
-    return np.array([os.stat(images.image_folder / name).st_mtime_ns for name in images.names])
+    times = (os.stat(images.image_folder / name).st_mtime_ns for name in images.names)
+    return np.fromiter(times, np.int64, len(images.names))
 
 
 def describe_cache(images, times):
@@ -1013,7 +1022,7 @@ def make_cache(images, what):
     times = file_times(images)
     description = describe_cache(images, times)
     kind = [str(images.image_folder), *["upright"] * images.upright]
-    stem = f"{images.cache.name}.{hash_names([*kind, *images.names])[:8]}"
+    stem = f"{images.cache.name}.{hash_names(chain(kind, images.names))[:8]}"
     partial, done_path = (images.cache.with_name(stem + ending) for ending in (".part", ".done"))
     for old in images.cache.parent.glob(f"{images.cache.name}.*"):  # of another list of images
         if old not in (partial, done_path):

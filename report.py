@@ -492,7 +492,7 @@ def gallery(rows, args):
         first = first or data
         if not data.test:
             common.die(f"{settings.dataset} has no test images")
-        if data.classes != classes or data.test.images.names != first.test.images.names:
+        if data.classes != classes or not np.array_equal(data.test.images.names, first.test.images.names):
             common.die(f"the test images or classes of {settings.dataset} are not those of all these runs")
         order = np.random.RandomState(args.seed).permutation(len(data.test))  # rows of the file, all of it test
         sample = order[:SAMPLE]

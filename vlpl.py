@@ -86,9 +86,9 @@ def vlpl_pseudo_labels(cosine, z, tau, theta, delta=0.0):
 
 def zero_shot_mAP(cosines, splits, tau):
     """mAP of CLIP alone, by Eq. 1's scores -> {split: mAP} of the splits with full labels"""
-    scores = {name: (cosine.double() / tau).log_softmax(1) for name, cosine in cosines.items()}  # log: no ties at 1
+    scores = lambda name: (cosines[name].double() / tau).log_softmax(1)  # log: no ties at 1
     known = {name: split.y for name, split in splits.items() if split.y is not None}
-    return {name: common.mean_average_precision(scores[name], y) for name, y in known.items()}
+    return {name: common.mean_average_precision(scores(name), y) for name, y in known.items()}
 
 
 # same as in em_apl.py: entropy

@@ -28,7 +28,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -81,10 +81,13 @@ class Sizes:
     queue: int = 8192
     state: tuple = (20000, 20)  # images, classes: long enough for peak_memory to see
     many: int = 10000  # images of 8 pixels: what an epoch keeps of each shows in its memory, a table of pairs fills it
+    rows: tuple = (100_000, 1_000_000)  # images of 4 pixels
+    row_classes: int = 100
 
 
 QUICK = dict(repeats=2, small=40, resnet=("resnet18", 64, 10, 4), pair=("resnet18", 64, 5, 4), pair_repeats=1)
 QUICK |= dict(clip="RN50", scores=((500, 8),), jpegs=8, anchors=(4, 312), queue=256, state=(10000, 20), many=1000)
+QUICK |= dict(rows=(2000, 20_000), row_classes=20)
 CUDA = dict(small=4000, resnet=("resnet50", 448, 640, 16), pair=("resnet50", 448, 320, 8), pair_repeats=5)
 
 CLASSES = 20
@@ -226,6 +229,21 @@ class Bench:
         data_prep.write_json(folder / "dataset.json", {"classes": classes, "image_folder": "images"})
         data_prep.make_cache(open_images(folder, side), "resizing")
         return folder
+
+    def rows(self, n):
+        """Flags for a run on n images of 4 pixels, prepared as data_prep.py does, of which there is the cache alone"""
+        folder, rs, classes = self.folder / f"{n} rows" / "scenes", np.random.RandomState(0), self.sizes.row_classes
+        names, images = np.array([f"train/{i:012d}.jpg" for i in range(n)]), rs.randint(0, 256, (n, 4, 4, 3), np.uint8)
+        y = (rs.randint(0, 100, (n, classes), np.uint8) < 3).astype(np.uint8)
+        y[np.arange(n), rs.randint(0, classes, n)] = 1
+        folder.mkdir(parents=True)
+        np.save(folder / "formatted_train_images.npy", names)
+        np.save(folder / "formatted_train_labels.npy", y)
+        np.save(folder / "formatted_train_labels_obs.npy", data_prep.draw_single_positives(y))
+        np.save(folder / "cache_train_4.npy", images)
+        data_prep.write_json(folder / "cache_train_4.json", {"images": data_prep.hash_names(names)})
+        place = ("--data_root", self.folder, "--out", self.folder / "runs", "--device", self.device)
+        return ("--dataset", folder, "--image_size", 4, *place)
 
     def small_clip(self):
         """Flags for a CLIP as large as that of scenes, untrained"""
@@ -570,6 +588,60 @@ def process_rate(launcher, threads, flags):
             return median(float(row["images_per_s"]) for row in list(csv.DictReader(file))[1:])
 
 
+def a_million(bench):
+    """A million images: time to the first step, memory"""
+    (few, many), classes, repeats = bench.sizes.rows, bench.sizes.row_classes, bench.sizes.repeats
+    flags, size = {n: bench.rows(n) for n in (few, many)}, f"{many:,} x {classes}"
+    start = lambda n: partial(in_new_process, time_to_first_step, flags[n])
+    times = interleave(repeats, few=start(few), many=start(many))
+    what = f"an.py's first step, {size}, over 3 x that of {few:,} and 10 s"
+    yield compare(10, what, times["many"], [3 * each + 10 for each in times["few"]], "s", at_most=1)
+    yield growth(10, f"exponent of its time, {few:,} to {many:,}", (few, many), [times["few"], times["many"]], "s")
+    peaks = [in_new_process(peak_memory, "cpu", run_script, "an.py", *flags[n], "--max_steps", 9)[1] for n in flags]
+    bound, what = 3 * many * classes / 1e6 + 1500, f"RssAnon of an.py, {size}, over 3 x the labels and 1.5 GB"
+    yield Row(10, what, peaks[1], bound, "MB", peaks[1] / bound, at_most=1)
+    yield growth(10, "exponent of it", (few, many), [[peak] for peak in peaks], "MB")
+
+    select = lambda n: partial(in_new_process, table_cost, "selection", n, classes)
+    costs = interleave(repeats, few=select(few), many=select(many))
+    seconds_of, added, table = ([[cost[i] for cost in costs[n]] for n in ("few", "many")] for i in range(3))
+    what = f"what em_apl.py's selection adds to memory, {size}, over the predictions"
+    yield compare(10, what, added[1], table[1], "MB", at_most=3)
+    yield growth(10, f"exponent of its time, {few:,} to {many:,}", (few, many), seconds_of, "s")
+    _, added, table = in_new_process(table_cost, "metrics", many, classes)
+    what = f"what mAP, F1 and thresholds add to memory, {size}, over the scores"
+    yield Row(10, what, added, table, "MB", added / table, at_most=1)
+
+
+class FirstStep(Exception):
+    pass
+
+
+def time_to_first_step(flags):
+    """From the first line of an.py on, whose modules are imported"""
+    with mock.patch.object(common.Run, "step", side_effect=FirstStep), suppress(FirstStep):
+        started = time.perf_counter()
+        run_script("an.py", *flags)
+    return time.perf_counter() - started
+
+
+def table_cost(kind, n, classes):
+    """-> seconds, MB that were added, MB of the scores"""
+    scores, z = torch.rand(n, classes), (torch.rand(n, classes) < 0.03).to(torch.int8)
+
+    def act():
+        if kind == "selection":
+            em_apl.select_pseudo_negatives(scores, z, [n // 5] * classes)
+            return
+        for measure in (common.average_precision, common.f1_scores, common.best_f1_thresholds):
+            measure(scores, z)
+
+    common.find_device("cpu")  # whose way with memory is that of a run
+    started = time.perf_counter()
+    before, peak = peak_memory("cpu", act)
+    return time.perf_counter() - started, peak - before, scores.nbytes / 1e6
+
+
 def on_cuda(bench):
     """Precision, compilation and device memory"""
     ways = {"bf16": ("--amp", "bf16"), "fp32": ("--amp", "off"), "compiled": ("--amp", "bf16", "--compile")}
@@ -591,6 +663,7 @@ def on_cuda(bench):
 
 
 ITEMS = dict(enumerate((the_loop, vlpl_over_an, vlpl_over_release, precision, reading, methods, scaling, processes), 1))
+ITEMS[10] = a_million  # 9 is on_cuda
 
 # ---- 5. The table
 

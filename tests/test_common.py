@@ -1,12 +1,17 @@
+import copy
 import ctypes
+import hashlib
 import itertools
 import json
 import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 import warnings
+from dataclasses import replace
 
+import bench
 import numpy as np
 import pytest
 import torch
@@ -14,6 +19,7 @@ from conftest import ROOT, write_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score, f1_score, precision_score, recall_score
+from torch import nn
 
 import aevlp
 import an
@@ -173,6 +179,24 @@ def test_thresholds_against_a_loop(n, seed, levels):
     assert thresholds[2] == 0.5
 
 
+def test_metrics_of_many_rows_and_classes(monkeypatch):
+    """Classes and rows are taken a few at a time"""
+    rs = np.random.RandomState(2)
+    scores, y = rs.randint(0, 9, (50, 37)) / 9, rs.randint(0, 2, (50, 37))
+    whole = common.f1_scores(scores, y, threshold=0.4)
+    monkeypatch.setattr(common, "ROWS", 7)
+    assert common.f1_scores(scores, y, threshold=0.4) == whole
+    assert common.average_precision(scores, y).tolist() == pytest.approx(sklearn_ap(scores, y), abs=1e-12)
+    expected = [slow_threshold(scores[:, c].tolist(), y[:, c].tolist()) for c in range(37)]
+    assert common.best_f1_thresholds(scores, y).tolist() == expected
+
+
+def test_metrics_take_less_memory_than_the_scores():
+    """In a process of its own: this one may have kept freed memory, which would serve again"""
+    _, added, scores = bench.in_new_process(bench.table_cost, "metrics", 100_000, 60)
+    assert added < scores
+
+
 # ---- settings
 
 
@@ -275,6 +299,50 @@ def test_authors_files_load_as_they_are(own):
     data = common.load(arguments(own))
     assert data.classes == ["class 0", "class 1", "class 2", "class 3"]
     assert np.array_equal(data.train.z, common.draw_single_positives(y, seed=5)[data.train.rows])
+
+
+def traced_peak(act):
+    """-> the result, and the most bytes that Python and numpy held for it"""
+    tracemalloc.start()
+    try:
+        return act(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_names_stay_in_their_array(tmp_path):
+    """As Python strings they would take twice the memory of this array. There is no image but in the cache"""
+    n, folder = 50_000, tmp_path / "many"
+    names, y = np.array([f"{i:06d}.jpg" for i in range(n)]), np.eye(4, dtype=np.int64)[np.arange(n) % 4]
+    folder.mkdir()
+    np.save(folder / "formatted_train_images.npy", names)
+    np.save(folder / "formatted_train_labels.npy", y)
+    np.save(folder / "cache_train_1.npy", np.zeros((n, 1, 1, 3), np.uint8))
+    (folder / "cache_train_1.json").write_text(json.dumps({"images": data_prep.hash_names(names)}))
+    data, peak = traced_peak(lambda: common.load(arguments(folder, image_size=1)))
+    labels_and_rows = 8 * n * 3 + 4 * n * 6
+    assert peak < names.nbytes + labels_and_rows
+    assert data.train.y.dtype == data.train.z.dtype == torch.uint8
+    before = hashlib.sha256("\n".join(names[data.train.rows].tolist()).encode()).hexdigest()
+    found, peak = traced_peak(lambda: data_prep.hash_names(data.train.names()))
+    assert (found, peak < names.nbytes / 2) == (before, True)
+    found, peak = traced_peak(data.train.fingerprint)
+    assert (found != before, peak < names.nbytes / 2) == (True, True)
+
+
+@pytest.mark.parametrize("n", [0, 1, 4095, 4096, 4097, 8192])
+def test_names_hash_as_their_lines(n):
+    names = [f"caf\udce9 {i}" for i in range(n)]
+    whole = hashlib.sha256("\n".join(names).encode(errors="surrogateescape")).hexdigest()
+    assert data_prep.hash_names(names) == data_prep.hash_names(np.array(names, dtype=str)) == whole
+
+
+def test_a_wrong_label_is_named_by_its_row(tmp_path):
+    y = np.zeros((9000, 3))
+    y[8191, 2] = 0.5
+    np.save(tmp_path / "y.npy", y)
+    with pytest.raises(SystemExit, match=r"row 8191, column 2 is 0\.5"):
+        data_prep.read_labels(tmp_path / "y.npy", 9000)
 
 
 def test_known_ratio_takes_the_place_of_single_positives(squares):
@@ -529,6 +597,42 @@ def test_normalisation_follows_the_backbone():
     )
     torch.testing.assert_close(torchvision.features(x), by_hand)
     assert timm.eval()(x).shape == (2, 5)
+
+
+def small(args_class, **more):
+    return args_class(image_size=32, weights="none", **{"backbone": "resnet_small", **more})
+
+
+@pytest.mark.parametrize("kind", ["plain", "lgconv", "lac", "timm"])
+def test_sync_bn_changes_layers_but_no_weight(kind):
+    """The checkpoint loads into the model without it, which gives the same logits"""
+    timm = lambda: common.Classifier(small(an.Args, backbone="test_efficientnet"), 3)  # its norms hold activations
+    make = {"plain": lambda: common.Classifier(small(an.Args), 3), "timm": timm}
+    make |= {"lgconv": lambda: pu_mlc.Classifier(small(pu_mlc.Args, lgconv=True), 3)}
+    make |= {"lac": lambda: lac.LabelWise(small(lac.Args, dim=32), 3)}
+    model, other = make[kind]().eval(), make[kind]().eval()
+    expected = common.probe(model, 32)
+    places = common.batch_norms(model)
+    kinds = nn.BatchNorm2d, nn.SyncBatchNorm
+    before = [sum(isinstance(layer, each) for layer in model.modules()) for each in kinds]
+    weights = [id(weight) for weight in model.parameters()]
+    common.share_batch_norms(places)
+    assert before[1] == sum(isinstance(layer, nn.BatchNorm2d) for layer in model.modules()) == 0
+    assert before[0] == len(places) == sum(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()) > 0
+    assert weights == [id(weight) for weight in model.parameters()]  # those that an optimizer has
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(common.probe(model, 32), expected)
+    assert torch.equal(common.probe(other, 32), expected)
+    assert torch.equal(common.probe(copy.deepcopy(model), 32), expected)  # an EMA
+
+
+def test_sync_bn_leaves_frozen_statistics_alone(tmp_path):
+    """lac.py knows its frozen layers by reference"""
+    torch.save(common.Classifier(small(an.Args), 3).body.state_dict(), tmp_path / "body.pth")
+    model = lac.LabelWise(replace(small(lac.Args, dim=32), weights=str(tmp_path / "body.pth")), 3)
+    assert model.frozen_norms
+    assert common.batch_norms(model) == []
+    assert not any(norm.training for norm in model.frozen_norms)
 
 
 def test_a_backbone_that_can_not_take_the_images_gives_one_sentence():

@@ -4,9 +4,12 @@ import re
 import signal
 import time
 
+import bench
 import pytest
 import torch
 from conftest import LEARNT, ROOT, SMALL, TORCHRUN, assert_same_run, finish, only_run, start
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import common
 import em_apl
@@ -132,6 +135,36 @@ def test_selection_against_a_loop():
         expected = sorted(p[row, c].item() for row in free)[:n]
         assert sorted(p[chosen[:, c], c].tolist()) == expected
         assert all(z[row, c] == 0 for row in chosen[:, c].nonzero().flatten())
+
+
+def slow_selection(p, z, quota):
+    """By the whole order of a class: the first of equals"""
+    chosen = torch.zeros(p.shape, dtype=torch.bool)
+    for c, n in enumerate(quota):
+        free = [row for row in range(len(p)) if z[row, c] == 0]
+        chosen[sorted(free, key=lambda row: (p[row, c].item(), row))[:n], c] = True
+    return chosen
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 40), st.sampled_from([1, 2, 5, 10**6]), st.sampled_from(DTYPES), st.integers(0, 10**6))
+def test_selection_takes_the_first_of_equals(n, levels, dtype, seed):
+    """Of -p too, as --pos_theta has it; quotas of nothing and of more than there is"""
+    torch.manual_seed(seed)
+    p, z = (torch.randint(-levels, levels + 1, (n, 5)) / levels).to(dtype), torch.randint(-1, 2, (n, 5))
+    z[:, 0], z[:, 1] = 0, 1
+    quota = torch.randint(0, n + 2, (5,))
+    kept = p.clone(), z.clone()
+    for given_quota in (quota, quota.tolist()):
+        assert torch.equal(em_apl.select_pseudo_negatives(p, z.char(), given_quota), slow_selection(p, z, quota))
+    assert torch.equal(p, kept[0])
+    assert torch.equal(z, kept[1])
+
+
+def test_selection_takes_less_memory_than_the_predictions():
+    """In a process of its own: this one may have kept freed memory, which would serve again"""
+    _, added, predictions = bench.in_new_process(bench.table_cost, "selection", 100_000, 50)
+    assert added < predictions
 
 
 def test_logit_magnitudes_by_hand():

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import time
 
 import numpy as np
@@ -410,6 +411,79 @@ def test_two_processes_train_resume_and_measure(trained, squares, workplace):
         )
         == 1
     )
+
+
+TWO_FORWARDS = """
+import copy, torch, an, common
+args = common.parse(an.Args, an.PRESETS)
+run = common.Run(args, __file__)
+data = common.load(args, run.device)
+model = run.prepare(common.Classifier(args, len(data.classes)), data)
+optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+for epoch in run.epochs(model=model, optimizer=optimizer):
+    for x, z, idx in run.batches(data.train, flip=True):
+        alone = copy.deepcopy(common.unwrap(model))
+        both = [[net(x), net(x.flip(2))] for net in (model, alone)]
+        loss = an.an_loss(both[0][0], z) + an.an_loss(both[0][1], z)
+        run.backward(loss)
+        run.step(optimizer)
+        run.log(loss=loss)
+        statistics = [dict(net.named_buffers()) for net in (common.unwrap(model), alone)]
+        assert all(torch.equal(statistics[0][name], statistics[1][name]) for name in statistics[0])
+    own = common.gather_objects(common.unwrap(model).body[0][1].running_mean.tolist())
+    assert own[0] != own[1]
+    run.evaluate(model, data)
+    own = common.gather_objects([buffer.tolist() for buffer in model.buffers()])
+    assert own[0] == own[1]  # what was evaluated, and is saved
+"""
+
+
+def test_two_forwards_before_a_backward(squares, workplace):
+    """A process's BatchNorms have the statistics that its own images give: another's would be written into what the
+    first forward has kept for its gradient"""
+    (workplace / "two_forwards.py").write_text(TWO_FORWARDS)
+    out = finish(start(*TORCHRUN, "two_forwards.py", "--dataset", squares, *SMALL, "--epochs", 2, cwd=workplace))
+    assert "best epoch" in out
+    assert "warning" not in out
+
+
+def test_few_images_for_batch_norm(squares, workplace):
+    flags = (ROOT / "an.py", "--dataset", squares, *SMALL, "--batch_size", 7, "--max_steps", 2)
+    out = finish(start(*TORCHRUN, *flags, cwd=workplace))
+    assert len(re.findall("^warning: 3 of the 7 images of --batch_size are left .* --sync_bn$", out, re.M)) == 1
+    out = finish(start(*TORCHRUN, *flags, "--sync_bn", cwd=workplace), code=1)
+    assert "error: --sync_bn needs CUDA" in out
+
+
+def free_port():
+    with socket.socket() as any_port:
+        any_port.bind(("127.0.0.1", 0))
+        return any_port.getsockname()[1]
+
+
+@pytest.mark.parametrize("way", ["master", pytest.param("rendezvous", marks=pytest.mark.slow)])
+def test_two_nodes_are_two_processes(squares, workplace, way):
+    flags = ("--dataset", squares, *SMALL, "--epochs", 2)
+    (workplace / "threads.py").write_text(
+        (ROOT / "an.py").read_text() + "    print('threads', run.loader.threads, flush=True)\n"
+    )
+    finish(start(*TORCHRUN, ROOT / "an.py", *flags, "--out", "one", cwd=workplace))
+    port, node = free_port(), ("-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1")
+    meet = ("--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=two")
+    if way == "master":
+        meet = ("--master_addr=127.0.0.1", f"--master_port={port}")
+    nodes = [
+        start(*node, f"--node_rank={n}", *meet, "threads.py", *flags, "--out", "two", cwd=workplace) for n in range(2)
+    ]
+    printed = [finish(process) for process in nodes]
+    assert sum(out.count("best epoch") for out in printed) == 1  # rank 0 alone speaks
+    (one,), (two,) = (workplace / "one").iterdir(), (workplace / "two").iterdir()
+    assert metrics(one) == metrics(two)
+    assert (one / "metrics.csv").read_text().count("\n") == 3
+    a, b = (torch.load(run / "last.pt", weights_only=True)["model"] for run in (one, two))
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    # each has its node, and the cores, to itself
+    assert all(f"threads {min(8, len(os.sched_getaffinity(0)))}" in out for out in printed)
 
 
 def test_two_processes_share_the_embedding(squares, workplace):
