@@ -216,6 +216,17 @@ def translate(image, x, y):
     return pictures.affine(image, 0.0, [int(x * image.width), int(y * image.height)], 1.0, [0.0, 0.0])
 
 
+def sharpen(image, by):
+    """torchvision's adjust_sharpness(image, 1 + by), whose filter of PIL takes three times as long"""
+    sharp = np.array(image)
+    near, inside = sharp.astype(np.uint16), sharp[1:-1, 1:-1]
+    near = near[:-2] + near[1:-1] + near[2:]
+    near = near[:, :-2] + near[:, 1:-1] + near[:, 2:]  # sums of 3 x 3
+    smooth = ((2 * (near + 4 * inside.astype(np.uint16)) + 13) // 26).astype(np.float32)  # over 13, rounded
+    inside[:] = np.clip(smooth + np.float32(1 + by) * (inside - smooth), 0, 255)
+    return Image.fromarray(sharp)
+
+
 STRENGTH = 9 / 30  # RandAugment's magnitude
 OPERATIONS = (  # RandAugment's operations of an image and a magnitude, their magnitude, whether its sign is random
     (lambda image, _: image, 0, False),
@@ -227,7 +238,7 @@ OPERATIONS = (  # RandAugment's operations of an image and a magnitude, their ma
     (lambda image, by: pictures.adjust_brightness(image, 1 + by), 0.9 * STRENGTH, True),
     (lambda image, by: pictures.adjust_saturation(image, 1 + by), 0.9 * STRENGTH, True),
     (lambda image, by: pictures.adjust_contrast(image, 1 + by), 0.9 * STRENGTH, True),
-    (lambda image, by: pictures.adjust_sharpness(image, 1 + by), 0.9 * STRENGTH, True),
+    (sharpen, 0.9 * STRENGTH, True),
     (lambda image, by: pictures.posterize(image, 8 - round(by)), 4 * STRENGTH, False),
     (lambda image, by: pictures.solarize(image, 255 - by), 255 * STRENGTH, False),
     (lambda image, _: pictures.autocontrast(image), 0, False),
