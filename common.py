@@ -1019,13 +1019,13 @@ class Run:
             checkpoint = load_weights(model, start, data.classes)
             if self.args.resume or self.args.eval_only:
                 check_probe(model, self.args.image_size, checkpoint, start)
+        if world() > 1 and not (self.args.linear or self.args.eval_only):  # else no BatchNorm is trained
+            self.check_batch_norms(batch_norms(model))
         self.directory = self.open_directory()  # only now: what is wrong with flags, data or weights leaves none behind
         model = model.to(self.device, memory_format=torch.channels_last)
         self.in_model = {id(weight) for weight in model.parameters()}
         if self.args.linear:
             self.embed_features(model, data)
-        elif world() > 1 and not self.args.eval_only:
-            self.check_batch_norms(batch_norms(model))
         if self.args.compile:
             model.compile()
         more = {"device_ids": [self.device] if self.device.type == "cuda" else None}
@@ -1038,7 +1038,7 @@ class Run:
         share = self.args.batch_size // world()
         if places and self.args.sync_bn:
             if self.device.type != "cuda":
-                die("--sync_bn needs CUDA, torch has it for no other device: leave it out and raise --batch_size")
+                die("--sync_bn needs CUDA: on a CPU, leave it out and raise --batch_size")
             share_batch_norms(places)
         elif places and share < 4 and rank() == 0:
             few = f"{share} of the {self.args.batch_size} images of --batch_size are left for a process's BatchNorms"

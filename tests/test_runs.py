@@ -451,8 +451,9 @@ def test_few_images_for_batch_norm(squares, workplace):
     flags = (ROOT / "an.py", "--dataset", squares, *SMALL, "--batch_size", 7, "--max_steps", 2)
     out = finish(start(*TORCHRUN, *flags, cwd=workplace))
     assert len(re.findall("^warning: 3 of the 7 images of --batch_size are left .* --sync_bn$", out, re.M)) == 1
-    out = finish(start(*TORCHRUN, *flags, "--sync_bn", cwd=workplace), code=1)
+    out = finish(start(*TORCHRUN, *flags, "--sync_bn", "--out", "other", cwd=workplace), code=1)
     assert "error: --sync_bn needs CUDA" in out
+    assert not (workplace / "other").exists()
 
 
 def free_port():
