@@ -8,6 +8,7 @@ Writes formatted_*.npy, dataset.json and the image cache into <data_root>/<data 
 Safe to kill and to run again: it does what is missing. `--check` only looks.
 """
 
+import codecs
 import copy
 import csv
 import errno
@@ -17,10 +18,12 @@ import hashlib
 import http.client
 import importlib
 import io
+import itertools
 import json
 import multiprocessing
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -29,13 +32,16 @@ import sys
 import tarfile
 import tempfile
 import time
+import unicodedata
 import urllib.error
+import urllib.parse
 import urllib.request
 import zipfile
 import zlib
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -54,6 +60,10 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
+try:
+    import pillow_heif
+except ImportError:  # optional
+    pillow_heif = None
 
 # ---- 1. Settings
 
@@ -63,27 +73,33 @@ class Args:
     dataset: tyro.conf.Positional[Literal["scenes", "voc", "voc2007", "coco", "nus", "cub", "custom"]]
     data_root: str = "data"  # the data set goes into a folder of its own in here
     raw: str = ""  # archives or extracted files that you have, if not in <data_root>/<data set>/raw
-    image_size: int = 448  # of the image cache
+    image_size: int = 0  # of the image cache (0: 448, and no cache of your photos if it took over 20 times their space)
     cache: bool = True  # --no_cache saves disk: the scripts then decode the files in every epoch
     keep_empty: bool = False  # coco: also the images without labels, as the data set coco_all
     check: bool = False  # only verify what is there, every image included
     contact_sheet: str = ""  # also write a picture of 5 x 5 training images with their labels
     name: str = ""  # custom: what --dataset will call it
     images: str = ""  # custom: the folder of your images
-    labels: str = ""  # custom: CSV of the training images: image,label
-    val: str = ""  # custom: CSV of fully labelled validation images: image,label1;label2;...
-    test: str = ""  # custom: CSV of fully labelled test images
+    labels: str = ""  # custom: table of the training images and their known labels: image,label or image,label1;label2
+    val: str = ""  # custom: table of fully labelled validation images, or Label Studio's JSON export
+    test: str = ""  # custom: table of fully labelled test images, or Label Studio's JSON export
     classes: str = ""  # custom: a file with a class a line, or names joined by commas, if not all that occur
     from_folders: bool = False  # custom: one sub-folder of --images per class, instead of --labels
+    ignore_case: bool = False  # custom: one class for names that differ in case, white space or Unicode form only
+    skip_damaged: bool = False  # custom: photos that can't be read are listed and left out
 
 
 # ---- 2. Files and images, which common.py reads in the same way
 
 PROTOCOL_SEED = 1200  # of the split and of the observed labels (Cole et al. 2021); never that of a run
+CACHE_SIZE = 448  # pixels, as in the papers
 UNFINISHED = "UNFINISHED"  # marker file in a data set's folder while this script writes there
 Image.init()
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")  # not EPS: it runs programs
+if pillow_heif:
+    pillow_heif.register_heif_opener()
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF", "HEIF")  # not EPS: it runs programs
 FORMATS = tuple(name for name in FORMATS if name in Image.OPEN)  # Pillow may be built without some
+HEIC, HEIC_HELP = (".heic", ".heif", ".hif"), "install the package pillow-heif (pip install pillow-heif)"
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what PIL raises at damaged images
 
 
@@ -289,6 +305,8 @@ def draw_known_positives(y, ratio, seed=PROTOCOL_SEED):
 
 def read_image(path, upright=False):
     """An RGB image; `upright` applies the camera's EXIF orientation. Transparent pixels become white"""
+    if str(path).lower().endswith(HEIC) and not pillow_heif:
+        raise ValueError(f"it is HEIC: {HEIC_HELP}")
     with Image.open(path, formats=FORMATS) as image:
         if image.mode == "F":
             raise ValueError("its pixels are fractions of an unknown range")
@@ -426,9 +444,11 @@ def observed_labels(folder, n, y, known_ratio):
     if known_ratio or not path.exists():
         return draw_known_positives(y, known_ratio) if known_ratio else draw_single_positives(y)
     z = read_labels(path, n)
-    if y is not None and z.shape != y.shape:
+    if y is None:  # your own photos, of which several labels may be known
+        return z
+    if z.shape != y.shape:
         die(f"{path} is {z.shape}, but formatted_train_labels.npy is {y.shape}")
-    crowded, false = np.flatnonzero(z.sum(1) > 1), np.flatnonzero((z > (1 if y is None else y)).any(1))
+    crowded, false = np.flatnonzero(z.sum(1) > 1), np.flatnonzero((z > y).any(1))
     if len(crowded):
         fix = "delete it to draw one per image, or keep a share of all positives with --known_ratio"
         die(f"{path} has {len(crowded)} rows with more than one observed positive (first: row {crowded[0]}): {fix}")
@@ -764,10 +784,16 @@ def read_lines(path):
 # ---- 4. Your own images
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".jpe", ".jfif", ".jp2", ".png", ".bmp", ".gif", ".webp", ".avif", ".tif", ".tiff")
+IMAGE_ENDINGS += HEIC
+COLUMNS = {  # what tables call them, the surest name first; image_path and label1, label2 are understood too
+    "image": ["image", "images", "img", "photo", "picture", "file", "path"],
+    "label": ["labels", "label", "keywords", "keyword", "tags", "tag", "classes", "class", "category", "categories"],
+}
+SEPARATORS = {",": "comma", "\t": "tab", ";": "semicolon"}
 
 
 def read_custom(args):
-    """labels.csv (image, its one known label) or class folders; val.csv and test.csv (image, all labels joined by ;)"""
+    """--labels (images and their known labels) or class folders; --val and --test (images and all of their labels)"""
     folder, problems, tables = Path(args.images), [], {}
     if not args.images or not folder.is_dir():
         die(f"--images {args.images!r} is not a folder")
@@ -783,34 +809,29 @@ def read_custom(args):
     for part, path in (("valid", args.val), ("val", args.test)):
         if path:
             tables[part] = read_table(path, folder, problems)
+            problems += [] if tables[part] else [f"{path} has no labelled image"]
+    heic = [image for table in tables.values() for image, _, _ in table if image.lower().endswith(HEIC)]
+    if heic and not pillow_heif:
+        problems.append(f"{len(heic):,} photos, first {heic[0]}, are HEIC: {HEIC_HELP}, or convert them to JPEG")
+    elif args.skip_damaged:
+        leave_out_damaged(tables, folder)
 
-    seen = {}
+    given = read_lines(args.classes) if os.path.isfile(args.classes) else args.classes.split(",")
+    given = [name.strip() for name in given if name.strip()]
+    problems += [f"--classes names {name!r} twice" for name, times in Counter(given).items() if times > 1]
+    spell(tables, given, args.ignore_case)
+    for part in tables:
+        tables[part] = join_rows(tables[part], part == "train", problems)
+    classes = given or sorted({label for table in tables.values() for _, labels, _ in table for label in labels})
+    column = {name: c for c, name in enumerate(classes)}
     for part, table in tables.items():
         for image, labels, place in table:
-            if image in seen:
-                problems.append(f"{place}: {image} comes again (first at {seen[image]})")
-            seen.setdefault(image, place)
+            unknown = [label for label in labels if label not in column]
+            problems += [f"{place}: {label!r} is not one of the {len(classes)} classes" for label in unknown]
             if not labels and part == "train":  # of the others it may be known that none applies
                 problems.append(f"{place}: {image} has no label")
-    problems += [
-        f"{place}: a training image has one known label, not {len(labels)} ({'; '.join(labels)})"
-        for _, labels, place in tables["train"]
-        if len(labels) > 1
-    ]
+    keep_apart(tables, problems)
     known = {label for _, labels, _ in tables["train"] for label in labels}
-    if args.classes:
-        given = read_lines(args.classes) if os.path.isfile(args.classes) else args.classes.split(",")
-        classes = [name.strip() for name in given]
-        problems += [f"--classes names {name!r} twice" for name in sorted(set(classes)) if classes.count(name) > 1]
-    else:
-        classes = sorted(known.union(*(labels for table in tables.values() for _, labels, _ in table)))
-    for table in tables.values():
-        problems += [
-            f"{place}: {label!r} is not one of the {len(classes)} classes"
-            for _, labels, place in table
-            for label in labels
-            if label not in classes
-        ]
     problems += [f"class {name!r} has no training example" for name in classes if name not in known]
     if not tables["train"]:
         problems.append("there is no training image")
@@ -824,7 +845,7 @@ def read_custom(args):
     for part, table in tables.items():
         labels[part] = np.zeros((len(table), len(classes)), dtype=np.uint8)
         for row, (_, found, _) in enumerate(table):
-            labels[part][row, [classes.index(label) for label in found]] = 1
+            labels[part][row, [column[label] for label in found]] = 1
     return Source(classes, folder.resolve(), names, labels, {"train": labels.pop("train")}, upright=True)
 
 
@@ -840,33 +861,198 @@ def in_class_folders(folder):
     return [path.as_posix() for path in files if wanted(path)]
 
 
+def leave_out_damaged(tables, folder):
+    names, whole = sorted({image for table in tables.values() for image, _, _ in table}), []
+    photos = SimpleNamespace(image_folder=folder, names=names, size=1, upright=True)
+    damaged = visit(photos, "looking for damage", None, np.arange(len(names)), compare=False, finished=whole.extend)
+    if damaged:
+        listed = "\n  ".join(map(printable, sorted(damaged)))
+        print(f"left out: {len(damaged):,} of {len(names):,} photos, which can't be read:\n  {listed}")
+    whole = {names[row] for row in whole}
+    for part, table in tables.items():
+        tables[part] = [row for row in table if row[0] in whole]
+
+
+def spell(tables, given, ignore_case):
+    """Removes blanks around labels; says which classes look the same and, with `ignore_case`, makes them one."""
+    found = [label for table in tables.values() for _, labels, _ in table for label in labels]
+    count, alike, spelling = Counter(map(str.strip, found)), {}, {}
+    if padded := sum(label != label.strip() for label in found):
+        print(f"note: blanks around {padded:,} of {len(found):,} labels were removed")
+    for name in sorted({*count, *given}):
+        alike.setdefault(" ".join(unicodedata.normalize("NFD", name).casefold().split()), []).append(name)
+    for names in alike.values():
+        if len(names) > 1:
+            names.sort(key=lambda name: (name not in given, -count[name]))  # --classes decides, else the majority
+            listed = ", ".join(f"{name} ({count[name]:,})" for name in names)
+            advice = f"they are now all {names[0]}" if ignore_case else "--ignore_case makes them one"
+            print(printable(f"note: likely the same class: {listed}; {advice}"))
+            spelling |= dict.fromkeys(names, names[0]) if ignore_case else {}
+    for part, table in tables.items():
+        for row, (image, labels, place) in enumerate(table):
+            labels = [spelling.get(label, label) for label in map(str.strip, labels)]
+            table[row] = image, list(dict.fromkeys(labels)), place
+
+
+def join_rows(table, training, problems):
+    """One row per image. Training images may have a label in each of several rows; full labels must agree."""
+    rows, repeated, joined = {}, 0, set()
+    for image, labels, place in table:
+        _, known, first = rows.setdefault(image, (image, labels, place))
+        new = [label for label in labels if label not in known]
+        if new and training:
+            known += new
+            joined.add(image)
+        elif place != first and (training or {*labels} == {*known}):
+            repeated += 1
+        elif place != first:
+            problems.append(f"{place}: {image} comes again with other labels (first at {first})")
+    if repeated:
+        print(f"note: rows that repeat another one, merged with it: {repeated:,}")
+    if joined:
+        print(f"note: training images in several rows, each of whose labels is known: {len(joined):,}")
+    return list(rows.values())
+
+
+def keep_apart(tables, problems):
+    """Takes the images of validation and test out of training."""
+    held = {image: place for image, _, place in tables.get("valid", [])}
+    for image, _, place in tables.get("val", []):
+        if image in held:
+            problems.append(f"{place}: {image} is a validation image too (at {held[image]})")
+        held[image] = place
+    before, tables["train"] = len(tables["train"]), [row for row in tables["train"] if row[0] not in held]
+    if taken := before - len(tables["train"]):
+        print(f"note: validation and test images, taken out of training: {taken:,}")
+
+
 def read_table(path, folder, problems):
-    """[(image, labels, "file:line")] of a CSV; what is wrong with a line goes to `problems`."""
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            lines = [(f"{path}:{number}", line) for number, line in enumerate(csv.reader(file), 1) if any(line)]
-    except (OSError, UnicodeDecodeError, csv.Error) as problem:
-        die(f"{path} can't be read: {problem}")
-    if lines and lines[0][1][0].strip().lower() == "image":
-        place, header = lines.pop(0)
-        unknown = [name for name in header[1:] if name.strip().lower() not in ("label", "labels")]
-        if unknown or len(header) != 2:
-            problems.append(f"{place}: the columns are image,label; unknown: {', '.join(unknown) or 'none'}")
-    table = []
-    for place, line in lines:
-        if len(line) != 2:
-            problems.append(f"{place}: two columns (image,label), not {len(line)}")
-            continue
-        if "\0" in "".join(line):
-            problems.append(f"{place}: it holds a NUL character")
-            continue
-        image = Path(os.path.normpath(line[0].strip())).as_posix()
-        if not Path(os.path.realpath(folder / image)).is_relative_to(os.path.realpath(folder)):
+    """[(image, labels, place)] of a CSV or a Label Studio export; what is wrong goes to `problems`, with its place."""
+    read, home, table = read_tasks if path.lower().endswith(".json") else read_csv, os.path.realpath(folder), []
+    for image, labels, place in read(path, folder, problems):
+        from_here = os.path.isfile(image) and not os.path.isfile(folder / image)
+        if from_here or os.path.isabs(image):
+            image = os.path.relpath(os.path.realpath(image), home)
+        image = Path(os.path.normpath(image)).as_posix()
+        if not Path(os.path.realpath(folder / image)).is_relative_to(home):
             problems.append(f"{place}: {image} is outside {folder}")
         elif not os.path.isfile(folder / image):
             problems.append(f"{place}: there is no {folder / image}")
-        table.append((image, [label.strip() for label in line[1].split(";") if label.strip()], place))
+        table.append((image, labels, place))
     return table
+
+
+def read_csv(path, folder, problems):
+    """(image, labels, place) of each line; says what was understood."""
+    text, encoding = read_text(path)
+    start, columns = re.split("[\r\n]", text.lstrip("\r\n"), maxsplit=1)[0], None
+    for separator in SEPARATORS:
+        columns = columns or find_columns(start, separator, folder)
+    if not columns:
+        wanted = "columns with a comma, tab or semicolon between them and a header, such as image,label"
+        die(f"{path} needs {wanted}; " + (f"it begins with {start[:80]!r}" if start else "it is empty"))
+    separator, header, image, labels, named = columns
+    joint = ";,"[: 1 + (separator == ";")]  # between the labels of a cell
+    left = [c for c in range(len(header)) if c not in (image, *labels)]
+    names = (
+        [f"{header[image]} -> image", *(f"{header[c]} -> label" for c in labels)]
+        if named
+        else ["image, label, without header"]
+    )
+    names += [f"{header[c] or '(no name)'} left out" for c in left[:5]] + ["..."] * (len(left) > 5)
+    between, within = (" or ".join(SEPARATORS[one] for one in several) for several in (separator, joint))
+    print(printable(f"{path}: columns {', '.join(names)}; {between} between them, {within} between labels; {encoding}"))
+
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    lines = (line for line in reader if any(map(str.strip, line)))
+    try:
+        for line in itertools.islice(lines, int(named), None):
+            place = f"{path}:{reader.line_num}"
+            if len(line) > max(image, *labels) and not any(map(str.strip, line[len(header) :])):
+                cells = [label for c in labels for label in re.split(f"[{joint}]", line[c]) if label.strip()]
+                yield line[image].strip(), cells, place
+            else:
+                problems.append(f"{place}: {len(line)} columns, not {len(header)} ({within} between labels)")
+    except csv.Error as problem:
+        die(f"{path}:{reader.line_num} can't be read: {problem}")
+
+
+def find_columns(start, separator, folder):
+    """A table's first line -> (separator, its cells, column of images, columns of labels, is it a header?), or None"""
+    try:
+        header = [name.strip() for name in next(csv.reader([start], delimiter=separator), [])]
+    except csv.Error:  # longer than a cell may be
+        return None
+    plain = [re.sub(r"[\W\d_]", "", name.split(";")[0]).lower() for name in header]
+    short = [re.sub("(?<=.)(name|path|file)$", "", name) for name in plain]
+    image = next((short.index(name) for name in COLUMNS["image"] if name in short), None)
+    label = next((name for name in COLUMNS["label"] if name in plain), None)
+    if image is not None and label:
+        return separator, header, image, [c for c, name in enumerate(plain) if name == label], True
+    if len(header) == 2 and (header[0].lower().endswith(IMAGE_ENDINGS) or os.path.isfile(folder / header[0])):
+        return separator, header, 0, [1], False
+    return None
+
+
+def read_text(path):
+    """The text of a file that a spreadsheet may have written, and its encoding"""
+    try:
+        content = Path(path).read_bytes()
+    except OSError as problem:
+        die(f"{path} can't be read: {problem}")
+    text, marks = "\0", (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    for encoding in ("utf-16",) if content.startswith(marks) else ("utf-8-sig", "cp1252"):
+        with suppress(UnicodeDecodeError):
+            text = content.decode(encoding)
+            break
+    if "\0" in text:
+        die(f"{path} is not text, or holds a NUL character: save it as CSV, in UTF-8")
+    return text, encoding.removesuffix("-sig")
+
+
+def read_tasks(path, folder, problems):
+    """(image, labels, place) of those tasks of a Label Studio export that somebody did; says which were not."""
+    tasks, undone, several = [], 0, 0
+    try:
+        for number, task in enumerate(json.loads(read_text(path)[0]), 1):
+            data, done = task["data"], [one for one in task.get("annotations") or [] if not one.get("was_cancelled")]
+            undone, several = undone + (not done), several + (len(done) > 1)
+            if done:
+                choices = [result["value"].get("choices", []) for result in done[-1]["result"]]
+                tasks.append((data.get("file", ""), data.get("image", ""), choices, f"{path}: task {number}"))
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as problem:
+        die(f"{path} is not a JSON export (not JSON-MIN) of Label Studio: {problem!r}")
+    notes = f", {undone} skipped or not done and left out" * (undone > 0)
+    notes += f", {several} with several annotations, of which the last counts" * (several > 0)
+    print(f"{path}: Label Studio's, {len(tasks) + undone} tasks{notes}")
+    names = {}
+    for file in folder.rglob("*") if tasks else ():
+        names.setdefault(as_uploaded(file.name), []).append(file.relative_to(folder).as_posix())
+    for file, address, choices, place in tasks:
+        understood = fits([file, address], [str]) and fits(choices, [[str]]) and "\0" not in file
+        if not understood or (choices and not any(choices)):  # boxes, say
+            problems.append(f"{place}: not an image with choices")
+        elif len(found := [file] if file else find_image(address, names)) == 1:
+            yield found[0], [label for chosen in choices for label in chosen if label.strip()], place
+        else:
+            problems.append(f"{place}: {address} is {' or '.join(sorted(found)) or 'not there'} in {folder}")
+
+
+def as_uploaded(name):
+    """A file's name as Label Studio keeps it"""
+    return re.sub(r"[^-\w.]", "", name.replace(" ", "_"))
+
+
+def find_image(address, names):
+    """Images whose path ends as Label Studio's address does, or the other way round: those that share most with it"""
+    path = urllib.parse.unquote(re.sub(r".*\?d=|\?.*", "", address)).replace("\\", "/")
+    *folders, file = re.sub(r".*data/upload/(\d+/)?[0-9a-f]+-", "", path).split("/")
+    scores = {}
+    for name in names.get(as_uploaded(file), []):
+        *own, last = name.split("/")
+        if all(one == other for one, other in zip(reversed(folders), reversed(own))):
+            scores[name] = last == file, min(len(own), len(folders))
+    return [name for name in scores if scores[name] == max(scores.values())]
 
 
 # ---- 5. Write, cache, check
@@ -1099,8 +1285,10 @@ def prepare(args):
         die("--keep_empty is for coco")
     if not re.fullmatch(r"\w[\w.-]*", name) or (args.dataset == "custom" and name in (*EXPECTED, "scenes")):
         die(f"--name {name!r}: give your data set a name of its own, of letters, digits, - and _")
-    if args.image_size < 1:
+    if args.image_size < 0:
         die(f"--image_size must be at least 1, not {args.image_size}")
+    if args.skip_damaged and args.dataset != "custom":
+        die(f"--skip_damaged is for your own photos: {args.dataset} is whole, or not what the papers used")
     folder = Path(args.data_root) / name
     ready = (folder / "dataset.json").exists() and not (folder / UNFINISHED).exists()
     if args.check and not ready:
@@ -1121,7 +1309,7 @@ def prepare(args):
 def fill_cache(args, folder):
     """The image cache, or with --check or --no_cache a look at every image"""
     info = read_dataset(folder)
-    size, image_folder, upright = args.image_size, Path(info["image_folder"]), info.get("upright", False)
+    size, image_folder, upright = args.image_size or CACHE_SIZE, Path(info["image_folder"]), info.get("upright", False)
     names = {part: read_names(folder, part) for part in parts_of(folder)}
     missing = [
         str(image_folder / image) for part in names for image in names[part] if not (image_folder / image).is_file()
@@ -1133,28 +1321,39 @@ def fill_cache(args, folder):
         for part in names:
             drop_stale_cache(folder, image_folder, part, size, upright)
     parts = {part: Images(folder, image_folder, part, size, upright) for part in names}
-    if args.cache and not args.check:
-        say_disk(folder, [images for images in parts.values() if not images.cached])
+    to_cache = [images for images in parts.values() if not images.cached]
+    sparing = args.dataset == "custom" and not args.image_size
+    wanted = args.cache and not args.check and plan_cache(folder, to_cache, sparing)
     damaged = []
     for part, images in parts.items():
-        if args.check or not args.cache:
+        if not wanted:
             target = images.cache if images.cached else None
             damaged += visit(images, f"checking {part}", target, np.arange(len(images)), compare=True)
         elif not images.cached:
             damaged += make_cache(images, f"resizing {part}")
     if damaged:
         listed = "\n  ".join(sorted(damaged))
-        die(f"{len(damaged)} images are damaged; replace them and run this again:\n  {listed}")
+        skip = ", or leave them out with --skip_damaged," if args.dataset == "custom" else ""
+        die(f"{len(damaged)} images are damaged; replace them{skip} and run this again:\n  {listed}")
 
 
-def say_disk(folder, to_cache):
+def plan_cache(folder, to_cache, sparing):
+    """Says what the cache takes; -> False where `sparing` and this is over 20 times what the photos take"""
     need = sum(len(images) * images.size**2 * 3 for images in to_cache)
+    files = sum(os.path.getsize(images.image_folder / name) for images in to_cache for name in images.names)
+    if sparing and need > 20 * files:
+        size = f"{need / 1e9:.1f} GB, {need / files:.0f} times the size of the photos"
+        print(
+            f"no image cache: {size}; the scripts read the photos themselves (--image_size {CACHE_SIZE} forces a cache)"
+        )
+        return False
     there = sum(path.stat().st_blocks * 512 for path in folder.glob("cache_*.part"))
     free = shutil.disk_usage(folder).free
     if need:
         print(f"the image cache takes {need / 1e9:.1f} GB; {free / 1e9:.0f} GB are free", flush=True)
     if need - there > free:
         die("the disk is too small for the image cache: say --no_cache, or choose a smaller --image_size")
+    return True
 
 
 def read_source(args):
@@ -1195,6 +1394,13 @@ def contact_sheet(folder, size, path, side=5):
     save_figure(figure, path)
 
 
+def next_command(args, folder):
+    words = ["python", str(Path(sys.argv[0]).with_name("an.py")), "--dataset", folder.name]
+    words += ["--data_root", args.data_root] * (args.data_root != Args.data_root)
+    words += ["--image_size", str(args.image_size)] * (args.image_size > 0 and args.dataset != "scenes")
+    return shlex.join(words)
+
+
 # ---- 7. Go
 
 if __name__ == "__main__":
@@ -1204,8 +1410,10 @@ if __name__ == "__main__":
         folder = prepare(args)
         summarise(folder)
         if args.contact_sheet:
-            size = scenes.SIDE if args.dataset == "scenes" else args.image_size
+            size = scenes.SIDE if args.dataset == "scenes" else args.image_size or CACHE_SIZE
             contact_sheet(folder, size, args.contact_sheet)
+        if not args.check:
+            print(f"next: {next_command(args, folder)}")
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on", file=sys.stderr)
         sys.exit(130)

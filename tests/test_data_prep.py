@@ -641,30 +641,37 @@ def test_custom_problems_come_all_together_with_lines(pets, tmp_path):
     bad = [
         ("image", "label"),
         ("0.png", "cat"),
-        ("0.png", "dog"),
         ("nowhere.png", "cat"),
         ("../labels.csv", "cat"),
         ("1.png", ""),
+        ("3.png", "cow"),
+        ("4.png", "cat", "extra"),
+        ("5.png",),
+        ("x" * 300, "cat"),
+        ("/etc/passwd", "cat"),
     ]
-    bad += [("2.png", "cat;dog"), ("3.png", "cow"), ("4.png", "cat", "extra"), ("./0.png", "cat"), ("x" * 300, "cat")]
     pets["labels"] = table(tmp_path / "bad.csv", *bad)
+    pets["val"] = table(tmp_path / "val.csv", ("8.png", "cat"), ("8.png", "cat;dog"), ("./8.png", "cat"))
+    pets["test"] = table(tmp_path / "test.csv", ("8.png", "cat"))
     with pytest.raises(SystemExit) as problem:
         data_prep.prepare(settings("custom", tmp_path, **pets, classes="cat,dog,grey parrot"))
     message = str(problem.value)
     for expected in (
-        r"bad.csv:3: 0.png comes again \(first at .*bad.csv:2\)",
-        r"bad.csv:4: there is no .*nowhere.png",
-        r"bad.csv:5: ../labels.csv is outside",
-        r"bad.csv:6: 1.png has no label",
-        r"bad.csv:7: a training image has one known label, not 2",
-        r"bad.csv:8: 'cow' is not one of the 3 classes",
-        r"bad.csv:9: two columns",
-        r"bad.csv:10: 0.png comes again",
-        r"bad.csv:11: there is no .*xxx",
+        r"bad.csv:3: there is no .*nowhere.png",
+        r"bad.csv:4: ../labels.csv is outside",
+        r"bad.csv:5: 1.png has no label",
+        r"bad.csv:6: 'cow' is not one of the 3 classes",
+        r"bad.csv:7: 3 columns, not 2 \(semicolon between labels\)",
+        r"bad.csv:8: 1 columns, not 2",
+        r"bad.csv:9: there is no .*xxx",
+        r"bad.csv:10: .*etc/passwd is outside",
+        r"val.csv:2: 8.png comes again with other labels \(first at .*val.csv:1\)",
+        r"test.csv:1: 8.png is a validation image too \(at .*val.csv:1\)",
+        r"class 'dog' has no training example",
         r"class 'grey parrot' has no training example",
     ):
         assert re.search(expected, message), expected
-    assert "nothing was written" in message
+    assert "error: 12 problems, nothing was written" in message
     assert not (tmp_path / "data" / "pets").exists()
 
 
@@ -687,13 +694,55 @@ def test_files_that_others_made_are_not_overwritten(pets, tmp_path):
     assert np.load(folder / "formatted_train_images.npy").tolist() == ["mine"]
 
 
-def test_custom_unknown_columns_and_a_class_only_in_validation(pets, tmp_path):
-    pets["labels"] = table(tmp_path / "l.csv", ("image", "label", "weight"), ("0.png", "cat", "1"))
-    with pytest.raises(SystemExit, match=r"l.csv:1: the columns are image,label; unknown: weight"):
-        data_prep.prepare(settings("custom", tmp_path, **pets))
+def test_a_class_only_in_validation(pets, tmp_path):
     pets["labels"] = table(tmp_path / "l.csv", ("0.png", "cat"), ("1.png", "dog"))
     with pytest.raises(SystemExit, match="class 'grey parrot' has no training example"):
         data_prep.prepare(settings("custom", tmp_path, **pets))
+
+
+TABLES = {  # what is in the file, in which encoding: what is said of it
+    "filename,keyword\n0.png,cat\n1.png,dog\n": (
+        "utf-8",
+        "columns filename -> image, keyword -> label; comma between them, semicolon between labels; utf-8",
+    ),
+    "Image Path;Tags\r\n0.png;cat\r\n1.png;dog\r\n": (
+        "utf-8-sig",
+        "columns Image Path -> image, Tags -> label; semicolon between them, semicolon or comma between labels; utf-8",
+    ),
+    "file\tclass\n0.png\tcat\n1.png\tdog\n": ("utf-16", "columns file -> image, class -> label; tab between them"),
+    ",image,label\n0,0.png,cat\n1,1.png,dog\n": ("utf-8", "label -> label, (no name) left out; comma"),  # pandas'
+    "\tname\timg\tlabels\n0\tA\t0.png\tcat\n1\tB\t1.png\tdog\n": (
+        "utf-16-le",
+        "(no name) left out, name left out; tab",
+    ),
+    "0.png;cat\n1.png;dog\n": ("utf-8", "columns image, label, without header; semicolon between them"),
+    "\n\n0.png\tcat\r1.png\tdog\r": ("utf-8", "columns image, label, without header; tab between them"),
+    '"image","label","by"\n"0.png","cat","Zo\xeb"\n\n"1.png","dog",""\n,,\n': (
+        "latin-1",
+        "by left out; comma between them",
+    ),
+    "id,path,class_id,class\n7,photos/0.png,3,cat\n8,PWD/photos/1.png,4,dog\n": (
+        "utf-8",
+        "class -> label, id left out, class_id",
+    ),
+    "image,label,,\n0.png,cat,,\n1.png,dog\n": ("utf-8", "columns image -> image, label -> label, (no name) left out"),
+}
+
+
+@pytest.mark.parametrize("text", TABLES)
+def test_tables_of_many_programs(pets, workplace, capsys, text):
+    encoding, understood = TABLES[text]
+    mark = "\ufeff" * (encoding == "utf-16-le")
+    content = (mark + text.replace("PWD", str(workplace))).encode(encoding)
+    (workplace / "odd.csv").write_bytes(content)
+    folder = data_prep.prepare(settings("custom", workplace, **{**pets, "labels": "odd.csv", "val": "", "test": ""}))
+    assert (
+        f"odd.csv: columns {understood}".replace("columns columns", "columns") in (out := capsys.readouterr().out)
+        or understood in out
+    )
+    assert np.load(folder / "formatted_train_images.npy").tolist() == ["0.png", "1.png"]
+    assert np.load(folder / "formatted_train_labels_obs.npy").tolist() == [[1, 0], [0, 1]]
+    assert data_prep.read_dataset(folder)["classes"] == ["cat", "dog"]
 
 
 def test_custom_from_folders(tmp_path, capsys):
