@@ -93,6 +93,7 @@ class Args:
 
 PROTOCOL_SEED = 1200  # of the split and of the observed labels (Cole et al. 2021); never that of a run
 CACHE_SIZE = 448  # pixels, as in the papers
+PARTS = {"train": "training", "valid": "validation", "val": "test"}  # as the files are named: as everybody calls them
 UNFINISHED = "UNFINISHED"  # marker file in a data set's folder while this script writes there
 Image.init()
 if pillow_heif:
@@ -809,7 +810,6 @@ def read_custom(args):
     for part, path in (("valid", args.val), ("val", args.test)):
         if path:
             tables[part] = read_table(path, folder, problems)
-            problems += [] if tables[part] else [f"{path} has no labelled image"]
     heic = [image for table in tables.values() for image, _, _ in table if image.lower().endswith(HEIC)]
     if heic and not pillow_heif:
         problems.append(f"{len(heic):,} photos, first {heic[0]}, are HEIC: {HEIC_HELP}, or convert them to JPEG")
@@ -833,8 +833,7 @@ def read_custom(args):
     keep_apart(tables, problems)
     known = {label for _, labels, _ in tables["train"] for label in labels}
     problems += [f"class {name!r} has no training example" for name in classes if name not in known]
-    if not tables["train"]:
-        problems.append("there is no training image")
+    problems += [f"there is no {PARTS[part]} image" for part, table in tables.items() if not table]
     if problems:
         shown = "\n  ".join(problems[:200])
         more = f"\n  ... and {len(problems) - 200} more" if len(problems) > 200 else ""
@@ -888,7 +887,7 @@ def spell(tables, given, ignore_case):
             advice = f"they are now all {names[0]}" if ignore_case else "--ignore_case makes them one"
             print(printable(f"note: likely the same class: {listed}; {advice}"))
             spelling |= dict.fromkeys(names, names[0]) if ignore_case else {}
-    for part, table in tables.items():
+    for table in tables.values():
         for row, (image, labels, place) in enumerate(table):
             labels = [spelling.get(label, label) for label in map(str.strip, labels)]
             table[row] = image, list(dict.fromkeys(labels)), place
@@ -1116,7 +1115,7 @@ def read_dataset(folder):
 
 
 def parts_of(folder):
-    return [part for part in ("train", "valid", "val") if (folder / f"formatted_{part}_images.npy").exists()]
+    return [part for part in PARTS if (folder / f"formatted_{part}_images.npy").exists()]
 
 
 def visit(images, what, target, rows, compare, finished=lambda rows: None):
@@ -1263,7 +1262,6 @@ def check_counts(folder):
 
 def summarise(folder):
     classes = read_dataset(folder)["classes"]
-    what = {"train": "training", "valid": "validation", "val": "test"}
     for part in parts_of(folder):
         full, observed = (folder / f"formatted_{part}_{kind}.npy" for kind in ("labels", "labels_obs"))
         y = read_array(full if full.exists() else observed, ndim=2)
@@ -1272,7 +1270,7 @@ def summarise(folder):
         named = [printable(f"{classes[c]} {count[c]:,}") for c in order]
         kind = "positives" if full.exists() else "known positives"
         print(
-            f"{what[part]} file: {len(y):,} images, {len(classes)} classes, {y.sum(1).mean():.2f} {kind} per image, "
+            f"{PARTS[part]} file: {len(y):,} images, {len(classes)} classes, {y.sum(1).mean():.2f} {kind} per image, "
             f"{int((y.sum(1) == 0).sum()):,} images without one\n"
             f"  rarest: {', '.join(named[:3])}; most frequent: {', '.join(named[:-4:-1])}"
         )

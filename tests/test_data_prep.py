@@ -773,7 +773,7 @@ def test_junk_for_a_table_is_one_sentence(pets, workplace, capsys, content):
     with pytest.raises(SystemExit, match=JUNK[content]) as problem:
         data_prep.prepare(settings("custom", workplace, **{**pets, "labels": "odd.csv", "val": "", "test": ""}))
     assert len(str(problem.value)) < 300
-    with pytest.raises(SystemExit, match=r"odd\.csv"):
+    with pytest.raises(SystemExit, match=r"odd\.csv|there is no validation image"):
         data_prep.prepare(settings("custom", workplace, **{**pets, "val": "odd.csv"}))
     os.replace("odd.csv", "odd.json")
     with pytest.raises(SystemExit, match=r"odd.json (is not a JSON export|is not text)"):
@@ -923,6 +923,8 @@ def test_damaged_photos_can_be_left_out(pets, tmp_path):
         assert len(np.load(folder / "cache_train_16.npy")) == 7
     common.load(an.Args(dataset="pets", data_root=str(tmp_path / "data"), image_size=16))
 
+    (photos / "8.png").write_bytes(b"gone")
+    assert "there is no validation image" in run("--skip_damaged", code=1)
     for i in (2, 5):
         (photos / f"{i}.png").write_bytes(b"gone")
     assert "class 'grey parrot' has no training example" in run("--skip_damaged", code=1)
@@ -1108,7 +1110,7 @@ def test_another_json_is_one_sentence(pets, tmp_path, content):
 def test_tasks_that_nobody_did(pets, tmp_path):
     for content in ([], [{"data": {"image": "8.png"}, "predictions": []}]):
         (tmp_path / "done.json").write_text(json.dumps(content))
-        with pytest.raises(SystemExit, match=r"done.json has no labelled image"):
+        with pytest.raises(SystemExit, match="1 problems, nothing was written:\n  there is no validation image"):
             data_prep.prepare(settings("custom", tmp_path, **{**pets, "val": str(tmp_path / "done.json")}))
 
 
