@@ -232,7 +232,7 @@ if __name__ == "__main__":
     head = list(common.unwrap(model).head.parameters())
     body = [w for w in common.unwrap(model).body.parameters() if w.requires_grad]
     groups = [dict(params=body), dict(params=head, lr=args.lr * args.head_lr)]
-    optimizer = torch.optim.Adam([group for group in groups if group["params"]], lr=args.lr)
+    optimizer = torch.optim.Adam([group for group in groups if group["params"]], lr=args.lr, fused=True)
 
     labels = SimpleNamespace(pseudo=torch.zeros_like(data.train.z, dtype=torch.int8))  # new vs an.py
     text = class_embeddings(clip, texts, run.cache, args, run.device) if clip else None

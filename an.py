@@ -53,7 +53,7 @@ if __name__ == "__main__":
     run = common.Run(args, __file__)
     data = common.load(args, run.device)
     model = run.prepare(common.Classifier(args, len(data.classes)), data)
-    optimizer = torch.optim.Adam([w for w in model.parameters() if w.requires_grad], lr=args.lr)
+    optimizer = torch.optim.Adam([w for w in model.parameters() if w.requires_grad], lr=args.lr, fused=True)
 
     for epoch in run.epochs(model=model, optimizer=optimizer):  # all of these are in last.pt
         for x, z, idx in run.batches(data.train, flip=True):  # x (B, 3, H, W) in 0..1, z (B, C) observed, idx (B,) rows

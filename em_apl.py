@@ -95,7 +95,7 @@ if __name__ == "__main__":
     run = common.Run(args, __file__)
     data = common.load(args, run.device)
     model = run.prepare(common.Classifier(args, len(data.classes)), data)
-    optimizer = torch.optim.Adam([w for w in model.parameters() if w.requires_grad], lr=args.lr)
+    optimizer = torch.optim.Adam([w for w in model.parameters() if w.requires_grad], lr=args.lr, fused=True)
 
     # new vs an.py: pseudo-labels (-1 negative, 1 the positives of --pos_theta, 0 none) and their soft labels s
     z_all, rounds = data.train.z.char(), args.epochs - args.warmup

@@ -392,7 +392,7 @@ if __name__ == "__main__":
     data = common.load(args, run.device)
     model = run.prepare(LabelWise(args, len(data.classes)), data, find_unused_parameters=True)
     weights = [w for w in model.parameters() if w.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=args.lr, weight_decay=args.weight_decay)
+    optimizer = torch.optim.AdamW(weights, lr=args.lr, weight_decay=args.weight_decay, fused=True)
     # new vs an.py: schedule, EMA, queue, stage
     steps = -(-len(data.train) // args.batch_size) * args.epochs
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, max(6, steps), pct_start=0.2)  # 5 divide by 0

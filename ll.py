@@ -91,8 +91,10 @@ if __name__ == "__main__":
     body = [w for w in common.unwrap(model).body.parameters() if w.requires_grad]
     groups = [dict(params=body), dict(params=head, lr=args.lr * args.head_lr)]
     groups = [group for group in groups if group["params"]]
-    sgd = dict(momentum=0.9, weight_decay=0.001)
-    optimizer = torch.optim.SGD(groups, args.lr, **sgd) if args.sgd else torch.optim.Adam(groups, args.lr)
+    kind, more = (torch.optim.SGD, dict(momentum=0.9, weight_decay=0.001)) if args.sgd else (torch.optim.Adam, {})
+    optimizer = kind(groups, lr=args.lr, fused=True, **more)
+    for w in (w for group in groups for w in group["params"] if args.sgd):
+        optimizer.state[w]["momentum_buffer"] = torch.zeros_like(w)  # not set by torch if fp16 skips the first step
 
     # new vs an.py: in LL-Cp, 1 for the labels that are positives for good
     labels = SimpleNamespace(pseudo=torch.zeros_like(data.train.z))

@@ -222,7 +222,7 @@ if __name__ == "__main__":
     data = common.load(args, run.device)
     model = run.prepare(Classifier(args, len(data.classes)), data)
     weights = [w for w in model.parameters() if w.requires_grad]
-    optimizer = torch.optim.Adam(weights, lr=args.lr, weight_decay=args.weight_decay)
+    optimizer = torch.optim.Adam(weights, lr=args.lr, weight_decay=args.weight_decay, fused=True)
     # new vs an.py: schedule, EMA and crops, where they are on
     steps, state = -(-len(data.train) // args.batch_size) * args.one_cycle, {}
     if args.one_cycle:

@@ -99,7 +99,7 @@ if __name__ == "__main__":
     common.restore_namespace("labels", labels, {name: saved[name] for name in saved if name == "theta"})
     groups = [dict(params=[w for w in model.parameters() if w.requires_grad])]
     groups += [dict(params=[labels.theta], lr=args.lr * args.theta_lr)]
-    optimizer = torch.optim.Adam(groups, lr=args.lr)
+    optimizer = torch.optim.Adam(groups, lr=args.lr, fused=True)
 
     for epoch in run.epochs(model=model, optimizer=optimizer, labels=labels):  # all of these are in last.pt
         for x, z, idx in run.batches(data.train, flip=True):  # x (B, 3, H, W) in 0..1, z (B, C) observed, idx (B,) rows

@@ -123,7 +123,7 @@ if __name__ == "__main__":
     texts = common.prompts(args.prompt, data.classes)  # new vs an.py
     clip = None if args.eval_only else common.Clip(args, run.device)
     model = run.prepare(common.Classifier(args, len(data.classes)), data)
-    optimizer = torch.optim.Adam([w for w in model.parameters() if w.requires_grad], lr=args.lr)
+    optimizer = torch.optim.Adam([w for w in model.parameters() if w.requires_grad], lr=args.lr, fused=True)
 
     labels = SimpleNamespace(pseudo=torch.zeros_like(data.train.z, dtype=torch.int8))  # new vs an.py
     if clip:  # it is frozen, so the pseudo-labels are computed once

@@ -254,12 +254,29 @@ def test_a_deleted_field(squares, workplace):
     assert "Traceback" not in out
 
 
+def test_a_step_that_fp16_skips_leaves_momentum_alone(script, squares, workplace, monkeypatch):
+    """Its first one, of which fused SGD would keep memory that nobody has set; against the plain one"""
+    scaler = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda device, enabled: scaler(device))  # a CPU has it too
+    old = "            run.backward(loss)\n"
+    overflow = "            if run.steps == 0:\n                model.head.bias.grad.fill_(torch.inf)\n"
+    fused = "torch.zeros_like(w)  # not set by torch if fp16 skips the first step\n"
+    plain = ("lr=args.lr, fused=True, **more)\n", "lr=args.lr, **more)\n"), (fused, "None\n")
+    losses = {}
+    for name, edits in (("fused", ()), ("plain", plain)):
+        copy_of("ll.py", workplace / f"{name}.py", (old, old + overflow), *edits)
+        script(workplace / f"{name}.py", "--dataset", squares, *FLAGS, "--sgd", "--out", name)
+        losses[name] = [float(row["loss"]) for row in metrics(next((workplace / name).iterdir()))]
+    assert losses["fused"] == pytest.approx(losses["plain"], rel=1e-3)
+    assert losses["fused"][2] < losses["fused"][0]
+
+
 def test_room_between_backward_and_step(squares, workplace):
     """Clipping, accumulation over two batches, a second optimizer with a part of the weights"""
     edits = (
         (
-            "    optimizer = torch.optim.Adam([w for w in model.parameters() if w.requires_grad], lr=args.lr)\n",
-            "    optimizer = torch.optim.SGD(model.body.parameters(), lr=0.1)\n"
+            "torch.optim.Adam([w for w in model.parameters() if w.requires_grad], lr=args.lr, fused=True)\n",
+            "torch.optim.SGD(model.body.parameters(), lr=0.1)\n"
             "    head = torch.optim.SGD(model.head.parameters(), lr=0.1)\n",
         ),
         (LOOP, LOOP.replace("r):", "r, head=head):")),
