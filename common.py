@@ -87,6 +87,7 @@ class Args:
     val_fraction: ShareBelow1 = 0.2  # share of the train file held out for validation (0: none, the last epoch counts)
     device: str = "auto"  # device: auto, cpu, cuda, cuda:1, ...
     workers: Workers = -1  # loader threads (-1: automatic); no effect on results
+    pixels: Literal["auto", "device", "loader"] = "auto"  # cached pixels: in device memory (auto: if they fit) or not
     amp: Literal["auto", "bf16", "fp16", "off"] = "auto"  # mixed precision (auto: bf16 or fp16 on CUDA, off on a CPU)
     compile: bool = False  # torch.compile of the model
     sync_bn: bool = False  # BatchNorm statistics over all processes of torchrun; needs CUDA
@@ -99,7 +100,7 @@ class Args:
 
 
 RESUME_MAY_CHANGE = {"data_root", "out", "name", "device", "workers", "tensorboard", "resume", "eval_only"}
-RESUME_MAY_CHANGE |= {"save_minutes"}
+RESUME_MAY_CHANGE |= {"save_minutes", "pixels"}
 
 
 def parse(args_class, presets, argv=None):
@@ -254,6 +255,7 @@ class Split:
     y: torch.Tensor | None  # (N, C) full labels, for evaluation and upper bounds; your own images may have none
     z: torch.Tensor | None = None  # (N, C) observed labels, of the training split
     features: tuple = ()  # with --linear: embeddings of the plain and, in training, of the flipped images, (N, D) each
+    pixels: torch.Tensor | None = None  # (N, H, W, 3) uint8 on the device, where Loader.hold has put them
 
     def __len__(self):
         return len(self.rows)
@@ -322,7 +324,7 @@ def load(args, device="cpu"):
     if args.smoke:  # two batches and a short one
         train, val, test = train.first(2 * args.batch_size + 3), val and val.first(16), test and test.first(16)
     gigabytes = min(len(train), args.batch_size) * args.image_size**2 * 15 / 1e9  # of a batch, as bytes and as floats
-    if hasattr(os, "sysconf") and gigabytes > (here := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9):
+    if gigabytes > (here := memory() / 1e9):
         die(f"a batch alone takes {gigabytes:.0f} of {here:.0f} GB: lower --batch_size or --image_size")
     return Data(classes, train, val, test)
 
@@ -340,6 +342,16 @@ def find_dataset(args):
         others = f"scenes needs no preparation; in {args.data_root} there is {', '.join(there) or 'nothing yet'}"
         die(f"no data set {args.dataset!r} in {folder}: prepare it with data_prep.py, or choose another ({others})")
     return folder
+
+
+def memory(device=None):
+    """Bytes: of a GPU those that are free, of the machine all that it has"""
+    if device and device.type == "cuda":
+        try:
+            return torch.cuda.mem_get_info(device)[0]
+        except RuntimeError:  # a driver that doesn't tell
+            return 0
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
 
 
 def in_batches(rows, size=None):
@@ -360,7 +372,7 @@ class Loader:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         cores_each = cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes of this machine, under torchrun
         self.device, self.threads = device, max(1, min(8, cores_each)) if args.workers < 0 else args.workers
-        self.pool = ThreadPoolExecutor(max(1, self.threads))
+        self.pool, self.place = ThreadPoolExecutor(max(1, self.threads)), args.pixels
 
     def read(self, fetch, items):
         """fetch(item), an array, of every item in order -> tensors on the device"""
@@ -382,9 +394,27 @@ class Loader:
             for future in waiting:
                 future.cancel()
 
+    def hold(self, split):
+        """Puts a split's cached pixels into the device's memory for good: --pixels device, or auto on a GPU, if they
+        take less than half of what is free there"""
+        source, auto = split.images, self.place == "auto"
+        if self.place == "loader" or split.pixels is not None or (auto and self.device.type == "cpu"):
+            return
+        need, free = 3 * len(split) * source.size**2 / 1e9, memory(self.device) / 1e9
+        missing = "" if source.cached else f"there is no {source.cache}, which data_prep.py makes"
+        large = f"they take {need:.3g} GB, more than half of {free:.3g} GB" if 2 * need > free else ""
+        if problem := missing or large:
+            return None if auto else die(f"--pixels device can't hold the images: {problem}; leave it out")
+        split.pixels = torch.empty((len(split), source.size, source.size, 3), dtype=torch.uint8, device=self.device)
+        batches = in_batches(np.arange(len(split)))
+        for idx, batch in zip(batches, self.read(lambda idx: source[split.rows[idx]], batches)):
+            split.pixels[idx[0] : idx[-1] + 1] = batch
+
     def pixels(self, split, batches, augment=None):
         """Images of a split, float (B, 3, H, W) in 0..1; `batches` are arrays of its rows. `augment` maps an image,
         uint8 (H, W, 3), and its row in the file to one or more views, as dimensions after B"""
+        if split.pixels is not None and not augment:
+            return (as_pixels(split.pixels[idx]) for idx in self.read(lambda idx: idx, batches))
 
         def fetch(idx):
             rows = split.rows[idx]
@@ -672,7 +702,7 @@ class Clip:
 
     def embed_images(self, split, what, cache):
         """Unit vectors of a split's images, whatever --image_size is -> float32 (N, D)"""
-        split = replace(split, images=split.images.from_files(self.size, self.resample))
+        split = replace(split, images=split.images.from_files(self.size, self.resample), pixels=None)
         return cache.images(self.encode_image, split, self.key, f"{what} with CLIP")
 
     def embed_texts(self, texts, cache):
@@ -1021,6 +1051,8 @@ class Run:
                 check_probe(model, self.args.image_size, checkpoint, start)
         if world() > 1 and not (self.args.linear or self.args.eval_only):  # else no BatchNorm is trained
             self.check_batch_norms(batch_norms(model))
+        for split in data.splits().values() if self.args.pixels == "device" else ():
+            self.loader.hold(split)
         self.directory = self.open_directory()  # only now: what is wrong with flags, data or weights leaves none behind
         model = model.to(self.device, memory_format=torch.channels_last)
         self.in_model = {id(weight) for weight in model.parameters()}
@@ -1086,6 +1118,8 @@ class Run:
     def inputs(self, split, batches, flips=None, augment=None):
         """What the model takes: pixels or, with --linear, features (B, D), those of the flipped images where `flips`"""
         if not split.features:
+            if not augment:
+                self.loader.hold(split)
             return self.loader.pixels(split, batches, augment)
         plain, flipped = split.features  # flipped ones are of the training split
         fetch = lambda idx, flip: plain[idx] if flip is None else np.where(flip[:, None], flipped[idx], plain[idx])
@@ -1117,9 +1151,15 @@ class Run:
                 x = torch.where(flips[share].view(-1, *[1] * (x.ndim - 1)), x.flip(-1), x)
             self.idx, self.weight = order[share], len(x) * world() / (stop - start)
             self.in_batches = True
-            yield x, split.z[self.idx], self.idx
+            yield self.of_any_length(x), split.z[self.idx], self.idx
             self.in_batches = False
             self.save_inside(at, total)
+
+    def of_any_length(self, x):
+        """A batch of which --compile makes one graph for all batch sizes, the last and short one's too"""
+        if self.args.compile:
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+        return x
 
     def backward(self, loss):
         """Gradients of a batch's loss, scaled for fp16 (before clipping: run.scaler.unscale_(optimizer)). Unequal
@@ -1209,7 +1249,7 @@ class Run:
         logits = torch.zeros(-(-len(split) // world()), len(self.data.classes), device=self.device)
         for x in progress(self.inputs(split, batches), "evaluating", total=len(batches)):
             with self.autocast():
-                logits[done : done + len(x)] = model(x)
+                logits[done : done + len(x)] = model(self.of_any_length(x))
             done += len(x)
         model.train(training)
         logits = gather(logits, len(split))

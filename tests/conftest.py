@@ -49,6 +49,17 @@ def write_dataset(folder, n_train=100, n_test=100, seed=0):
     return folder
 
 
+def write_cache(folder):
+    """Of 32 pixels, the side in SMALL"""
+    import data_prep
+
+    for part in ("train", "val"):
+        names = np.load(folder / f"formatted_{part}_images.npy")
+        np.save(folder / f"cache_{part}_32.npy", np.stack([data_prep.decode(folder / "images" / n, 32) for n in names]))
+        (folder / f"cache_{part}_32.json").write_text(json.dumps({"images": data_prep.hash_names(names)}))
+    return folder
+
+
 @pytest.fixture(scope="session")
 def squares(tmp_path_factory):
     """--dataset of the tiny data set; nobody changes it"""

@@ -22,6 +22,7 @@ from conftest import (
     metrics,
     only_run,
     start,
+    write_cache,
     write_dataset,
 )
 
@@ -160,16 +161,70 @@ def test_neither_workers_nor_the_cache_change_a_run(script, workplace):
     command = ("an.py", "--dataset", folder, *SMALL, "--epochs", 2)
     for workers in (0, 1, 4):
         script(*command, "--workers", workers, "--out", f"workers {workers}")
-    for part in ("train", "val"):
-        names = np.load(folder / f"formatted_{part}_images.npy")
-        np.save(folder / f"cache_{part}_32.npy", np.stack([data_prep.decode(folder / "images" / n, 32) for n in names]))
-        (folder / f"cache_{part}_32.json").write_text(json.dumps({"images": data_prep.hash_names(names)}))
+    write_cache(folder)
     for workers in (0, 4):
         script(*command, "--workers", workers, "--out", f"cache, workers {workers}")
+        script(*command, "--workers", workers, "--out", f"held, workers {workers}", "--pixels", "device")
     first, *others = (next(path.iterdir()) for path in sorted(workplace.glob("*workers*")))
-    assert len(others) == 4
+    assert len(others) == 6
     for other in others:
         assert_same_run(first, other)
+
+
+@pytest.fixture
+def rows_read(monkeypatch):
+    """The number of images in every call that reads some"""
+    calls, real = [], data_prep.Images.__getitem__
+    monkeypatch.setattr(data_prep.Images, "__getitem__", lambda self, rows: calls.append(len(rows)) or real(self, rows))
+    return calls
+
+
+@pytest.fixture
+def own(workplace):
+    """16 training, 4 validation and 10 test images, cached"""
+    return write_cache(write_dataset(workplace / "own", n_train=20, n_test=10))
+
+
+TRAIN_BYTES = 16 * 32 * 32 * 3
+
+
+@pytest.mark.parametrize(("name", "anew"), [("an.py", 0), ("lac.py", 16)])  # images that an epoch reads anew
+def test_pixels_on_the_device_are_read_once(name, anew, script, own, workplace, rows_read):
+    """lac.py's strong views are made on the host; a resumed run may read otherwise"""
+    flags = (name, "--dataset", own, *SMALL, "--epochs", 2, "--workers", 0)
+    flags += ("--stage", 1, "--dim", 16, "--ffn", 16) if name == "lac.py" else ()
+    script(*flags, "--out", "loader", "--pixels", "loader")
+    assert sum(rows_read) >= 2 * (16 + 4) + 10
+    rows_read.clear()
+    script(*flags, "--out", "device", "--pixels", "device")
+    assert sum(rows_read) == 16 + 4 + 10 + 2 * anew
+    loader, device = (next((workplace / place).iterdir()) for place in ("loader", "device"))
+    assert_same_run(loader, device)
+    (device / "result.json").unlink()
+    script(name, "--resume", device, "--pixels", "loader")
+
+
+def test_pixels_that_cannot_be_held(script, squares, own, workplace, monkeypatch):
+    """One sentence, and no directory"""
+    with pytest.raises(SystemExit, match=r"--pixels device can't hold the images: there is no .*cache_train_32.npy"):
+        script("an.py", "--dataset", squares, *SMALL, "--pixels", "device")
+    monkeypatch.setattr(common, "memory", lambda device=None: 2 * TRAIN_BYTES - 1 if device else 1e12)
+    with pytest.raises(SystemExit, match=r"they take 4.92e-05 GB, more than half of 9.83e-05 GB; leave it out"):
+        script("an.py", "--dataset", own, *SMALL, "--pixels", "device")
+    assert not (workplace / "runs").exists()
+
+
+@pytest.mark.parametrize(("free", "held"), [(2 * TRAIN_BYTES, True), (2 * TRAIN_BYTES - 1, False)])
+def test_auto_holds_pixels_that_fit(free, held, own, monkeypatch):
+    """On a device that is not the CPU; `meta` stands for it, and holds shapes"""
+    args = an.Args(dataset=str(own), image_size=32)
+    train = common.load(args).train
+    monkeypatch.setattr(common, "memory", lambda device: free)
+    common.Loader(args, torch.device("cpu")).hold(train)
+    assert train.pixels is None
+    common.Loader(args, torch.device("meta")).hold(train)
+    assert (train.pixels is not None) == held
+    assert not held or train.pixels.shape == (16, 32, 32, 3)
 
 
 def make_run(epoch=1, **settings):
@@ -243,6 +298,37 @@ COMPILE = pytest.param(("--compile",), marks=pytest.mark.slow)  # a minute, and 
 def test_flags_train(flags, script, squares, workplace):
     out = script("an.py", "--dataset", squares, *SMALL, "--epochs", 8, "--workers", 0, *flags)
     assert float(re.search(r"last epoch ([\d.]+)\)", out)[1]) > LEARNT, out
+
+
+LAC = ("lac.py", "--dim", 16, "--ffn", 16, "--project_dim", 8, "--queue", 16)
+
+
+@pytest.mark.slow  # minutes, and a C++ compiler
+@pytest.mark.parametrize(
+    ("words", "epochs", "graphs"),  # graphs after each epoch: of training and of evaluation, then none
+    [
+        (("an.py",), 3, [2, 2, 2]),
+        (("an.py", "--linear"), 3, [2, 2, 2]),
+        (LAC, 2, [3, 3, 4, 4]),  # its views are the script's, so a short batch is met first; then L_LAC's projections
+    ],
+)
+def test_nothing_is_compiled_twice(words, epochs, graphs, script, squares, monkeypatch):
+    """Short last batches everywhere: 8 of 9 in training, 20 and 36 of 64 in evaluation"""
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    found, evaluate = [], common.Run.evaluate
+
+    def watched(self, *args, **more):
+        evaluate(self, *args, **more)
+        found.append(counters["stats"]["unique_graphs"])
+
+    monkeypatch.setattr(common.Run, "evaluate", watched)
+    flags = ("--dataset", squares, *SMALL, "--batch_size", 9, "--epochs", epochs, "--workers", 0, "--compile")
+    script(*words, *flags)
+    assert not counters["graph_break"]
+    assert found == graphs
 
 
 def test_penalties_train(script, squares, workplace):
