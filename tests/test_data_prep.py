@@ -25,6 +25,11 @@ import common
 import data_prep
 
 
+def test_it_does_not_import_torch():
+    """Its pool forks, which a process with torch's threads must not"""
+    finish(start("-c", "import sys, data_prep; sys.exit('torch' in sys.modules)", cwd=ROOT))
+
+
 def picture(path, size=(37, 23), mode="RGB", seed=0):
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.random.RandomState(seed).randint(0, 256, (*size[::-1], 3)).astype(np.uint8)
