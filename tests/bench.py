@@ -48,6 +48,8 @@ from torchvision.transforms import functional as pictures
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from syncs import counted  # noqa: E402
+
 import an  # noqa: E402
 import common  # noqa: E402
 import data_prep  # noqa: E402
@@ -92,7 +94,10 @@ CUDA = dict(small=4000, resnet=("resnet50", 448, 640, 16), pair=("resnet50", 448
 
 CLASSES = 20
 VOC = {"train": 4574, "val": 1143, "test": 5823}
+COCO = {"train": 65665, "val": 16416, "test": 40137}
 VOC_EPOCHS = 10
+# published images/s, mixed precision: ResNet-50 trained at 224 pixels, ViT-L-14-336 inference; sources: docs/speed.md
+PUBLISHED = {"RTX 3090": (1218, 143), "RTX 4090": (1776, 250), "A100": (2470, None)}
 LINEAR = 1.1  # an exponent up to this is linear, give or take the noise
 
 # ---- 2. Measuring
@@ -328,6 +333,20 @@ def the_loop(bench):
             ours.append(middle(done, "images_per_s"))
             bare.append(bare_rate(done, batches, lambda x, z: an.an_loss(done.model(x), z)))  # noqa: B023
         yield compare(1, f"an.py over the bare step ({what})", ours, bare, "img/s", at_least=0.95)
+    yield from waits(bench)
+
+
+def waits(bench):
+    """How often a step of each script makes the host wait for the device"""
+    clip = bench.small_clip()
+    ways = {"an.py": (), "an.py --linear": (), "baselines.py": (), "role.py": (), "ll.py --form cp": ()}
+    ways |= {"em_apl.py": (), "vlpl.py": clip, "aevlp.py": clip, "pu_mlc.py": (), "lac.py --end_to_end": ()}
+    for way, more in ways.items():
+        with counted() as found:
+            run_script(*way.split(), *bench.small(), "--epochs", 2, "--smoke", "--amp", "bf16", *more)
+        steps = found.pop("steps")
+        syncs = sum(found.values())
+        yield Row(1, f"host syncs per step, {way}", syncs, steps, "syncs, steps", syncs / steps, at_most=0.0)
 
 
 def vlpl_over_an(bench):
@@ -398,6 +417,23 @@ def vlpl_over_release(bench):
     row = compare(3, what, *totals, "s", faster=True, at_least=4, note=note)
     row.raw |= {"costs": costs}
     yield row
+    yield from on_paper("VOC", VOC)
+    yield from on_paper("COCO", COCO)
+
+
+def on_paper(dataset, images):
+    """The same from published throughputs: arithmetic, not a measurement. 448 pixels are four times 224, evaluation a
+    third of a training step; batches of any size are as fast, and decoding costs nothing"""
+    for gpu, (resnet, clip) in PUBLISHED.items():
+        held_out = images["val"] + images["test"]
+        network = VOC_EPOCHS * (images["train"] + held_out / 3) * 4 / resnet / 60
+        what = f"ON PAPER, {gpu}: {VOC_EPOCHS} epochs on {dataset}"
+        if clip:
+            embed = sum(images.values()) / clip / 60
+            ours, other = network + embed, network + VOC_EPOCHS * embed
+            yield Row(3, f"{what}, CLIP once against in every batch", ours, other, "min", other / ours, faster=True)
+        else:
+            yield Row(3, f"{what}, without CLIP", network, network, "min", 1.0)
 
 
 class Jpegs:
@@ -475,6 +511,46 @@ def reading(bench):
     yield compare(5, what, rates["cache"], rates["files"], "img/s", at_least=5)
     once, more = (in_new_process(peak_memory, "cpu", open_and_read_all, each, side)[1] for each in folders)
     yield Row(5, "RssAnon while 4 times the images are read, over 1x", more, once, "MB", more / once, at_most=1.05)
+
+    views = partial(lac.two_views, seed=0, epoch=1)
+    for what, source, augment in (("JPEGs", files, None), ("cache", images, None), ("strong views", images, views)):
+        for workers in (1, 2, 4):
+            ways = loaders(source, augment, workers, 8 if what == "cache" else 2)
+            rates = interleave(bench.sizes.repeats, **ways)
+            name = f"{what}, {side} px: {workers} loader thread(s) over as many worker processes"
+            yield compare(5, name, rates["threads"], rates["processes"], "img/s", at_least=0.9)
+            if what == "strong views" and workers == 1:
+                one = median(rates["threads"])
+                yield Row(5, f"strong views of one loader thread, {side} px, over 100/s", one, 100, "img/s", one / 100)
+
+
+class Batches:
+    """What a worker process of torch's DataLoader reads"""
+
+    def __init__(self, source, augment, batches):
+        self.source, self.augment, self.batches = source, augment, batches
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, i):
+        rows = self.batches[i]
+        pixels = self.source[rows]
+        views = np.stack([self.augment(*pair) for pair in zip(pixels, rows)]) if self.augment else pixels
+        return torch.from_numpy(views)
+
+
+def loaders(source, augment, workers, passes):
+    """{name: function -> images/s}: our threads, and worker processes that have been started before"""
+    rows = np.tile(np.random.RandomState(0).permutation(len(source)), passes)
+    split, batches = common.Split(source, np.arange(len(source)), None), common.in_batches(rows, 8)
+    ours = common.Loader(common.Args(workers=workers), torch.device("cpu"))
+    theirs = DataLoader(Batches(source, augment, batches), None, num_workers=workers, persistent_workers=True)
+    threads, processes = lambda: ours.pixels(split, batches, augment), lambda: map(common.as_pixels, theirs)
+    consume = lambda make: sum(len(x) for x in make())
+    consume(processes)
+    rate = lambda make: lambda: len(rows) / seconds(consume, make)
+    return {"threads": rate(threads), "processes": rate(processes)}
 
 
 def read_all(images):
