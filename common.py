@@ -1531,10 +1531,10 @@ def known(values):
 
 def in_words(val_mAP, test):
     """What was measured; NaN where there are no images with true labels"""
-    measured = known({"val mAP": val_mAP, "test mAP": test["mAP"]})
-    for kind, how in (("F1", " at 0.5"), ("F1_tuned", " at tuned thresholds")):
-        measured |= {f"{name}{how}": test[kind][name] for name in ("OF1", "CF1") if test[kind]}
-    return ", ".join(f"{name} {value:.2f}" for name, value in measured.items()) or "no true labels to measure with"
+    words = [f"{name} {value:.2f}" for name, value in known({"val mAP": val_mAP, "test mAP": test["mAP"]}).items()]
+    for f1, where in ((test["F1"], "0.5"), (test["F1_tuned"], "tuned thresholds")):
+        words += [f"OF1 {f1['OF1']:.2f} and CF1 {f1['CF1']:.2f} at {where}"] if f1 else []
+    return ", ".join(words) or "no true labels to measure with"
 
 
 # ---- 6. Metrics and curve

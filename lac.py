@@ -378,6 +378,8 @@ def update_ema(ema, model, decay):
 
 if __name__ == "__main__":
     args = common.parse(Args, PRESETS)
+    if args.loss != "an":
+        args.plc = args.lac = False
     if args.linear:
         common.die("--linear keeps pooled features, but lac.py needs maps: use --freeze_backbone")
     if args.freeze_backbone and args.weights == "none" and not common.start_from(args):
@@ -385,9 +387,7 @@ if __name__ == "__main__":
     if args.stage == "2" and not (args.init_from or args.resume or args.eval_only):
         common.die("--stage 2 continues a run of stage 1: --init_from RUN (without one: --end_to_end)")
     if args.end_to_end and (not args.lac or args.stage != "both"):
-        common.die("--end_to_end is all losses in one stage: leave out --no_lac and --stage")
-    if args.loss != "an":
-        args.plc = args.lac = False
+        common.die("--end_to_end is all losses in one stage: leave out --no_lac, --loss and --stage")
     run = common.Run(args, __file__)
     data = common.load(args, run.device)
     model = run.prepare(LabelWise(args, len(data.classes)), data, find_unused_parameters=True)

@@ -783,3 +783,24 @@ def test_an_interrupted_write_leaves_the_old_file(workplace):
         write_half()
     assert path.read_text() == "old"
     assert list(workplace.iterdir()) == [path]
+
+
+def test_f1_is_also_measured_at_tuned_thresholds(script, squares, workplace):
+    """As a loop over the test images counts it, with the thresholds that validation gave"""
+    out = script("an.py", "--dataset", squares, *SMALL, "--epochs", 3)
+    run = only_run(workplace)
+    result = json.loads((run / "result.json").read_text())
+    args = common.parse(an.Args, an.PRESETS, ["--dataset", squares, *SMALL])
+    data, model = common.load(args), common.Classifier(args, 4)
+    model.load_state_dict(torch.load(run / "best.pt", weights_only=True)["model"])
+    x = common.as_pixels(torch.from_numpy(data.test.images[data.test.rows]))
+    with torch.no_grad():
+        p = model.eval()(x).sigmoid().tolist()
+    y, thresholds = data.test.y.tolist(), list(result["thresholds"].values())
+    guesses = [[score >= t for score, t in zip(row, thresholds)] for row in p]
+    hits = sum(guess and label == 1 for g, row in zip(guesses, y) for guess, label in zip(g, row))
+    precision, recall = hits / sum(map(sum, guesses)), hits / sum(map(sum, y))
+    expected = 100 * 2 * precision * recall / (precision + recall)
+    assert result["test_F1_tuned"]["OF1"] == pytest.approx(expected, abs=0.6)  # one image more or less, by rounding
+    assert f"OF1 {result['test_F1_tuned']['OF1']:.2f} and CF1 {result['test_F1_tuned']['CF1']:.2f} at tuned" in out
+    assert f"{result['test_F1_tuned']['OF1']:.2f} and" in script("an.py", "--eval_only", run)
