@@ -9,16 +9,16 @@ NOTES: paper and release balance the three losses differently; `--form` has both
 printed, L_AN and L_PLC summed over classes; Eq. 7 can be negative; its anchors are weak views, compared with the strong
 views and a queue of weak ones (Eq. 7 takes the other view only of the anchor itself). "release": L_AN a mean over B*C,
 L_PLC over the number of selected labels, the observed ones among them, L_LAC a SupCon loss in which both views of batch
-and queue are anchors (there the batch is part of the queue's K). As in the release Cutout comes before RandAugment, in
-a random colour, clipped at the border (the paper names Cutout first and gives no details). The release also has
-two decoder layers (`--decoder_layers 2`, with a final LayerNorm and xavier initialisation), no input normalisation,
-ColorJitter and greyscale in the strong view, a flip of its own for each view, and stage-1 delta 0.5 for CUB.
-A run's best epoch is that of its last stage, stage 1's is kept as stage1.pt; what L_LAC adds to as many more epochs
-without it shows `--stage 2 --no_lac --init_from RUN`, RUN being one of `--stage 1`. `--end_to_end` has stage 2's delta.
-`--loss` is the label-wise half of the paper's Table 2 but for EM + APL. Under torchrun L_LAC compares with each
-process's own strong views and the queue of all, and means are over each process's anchors. Backbones whose first layers
-have none of the names in `--frozen` train them. `--linear` is not for this method, which needs maps, not pooled
-features: `--freeze_backbone`.
+and queue are anchors (there the batch is part of the queue's K): the default, for validation prefers it
+(docs/results.md). As in the release Cutout comes before RandAugment, in a random colour, clipped at the border (the
+paper names Cutout first and gives no details). The release also has two decoder layers (`--decoder_layers 2`, with a
+final LayerNorm and xavier initialisation), no input normalisation, ColorJitter and greyscale in the strong view, a flip
+of its own for each view, and stage-1 delta 0.5 for CUB. A run's best epoch is that of its last stage, stage 1's is kept
+as stage1.pt; what L_LAC adds to as many more epochs without it shows `--stage 2 --no_lac --init_from RUN`, RUN being
+one of `--stage 1`. `--end_to_end` has stage 2's delta. `--loss` is the label-wise half of the paper's Table 2 but for
+EM + APL. Under torchrun L_LAC compares with each process's own strong views and the queue of all, and means are over
+each process's anchors. Backbones whose first layers have none of the names in `--frozen` train them. `--linear` is not
+for this method, which needs maps, not pooled features: `--freeze_backbone`.
 """
 
 import copy
@@ -71,8 +71,8 @@ class Args(common.Args):
     queue: common.Natural = 512  # past embeddings in the queue
     lambda_plc: common.NonNegative = 1.0  # weight of L_PLC
     lambda_lac: common.NonNegative = 1.0  # weight of L_LAC
-    form: Literal["paper", "release"] = "paper"  # balance of the losses: as printed, or as in the authors' release
-    denominator: Literal["inter", "all"] = "inter"  # denominator of L_LAC: other classes (Eq. 7), or all (SupCon)
+    form: Literal["paper", "release"] = "release"  # balance of the losses: as printed, or as in the authors' release
+    denominator: Literal["inter", "all"] = "inter"  # form paper: L_LAC's denominator, other classes (Eq. 7) or all
     loss: Literal["an", "wan", "ls", "epr", "em"] = "an"  # loss of the weak view (all but an: stage 1 without L_PLC)
     positives: common.NonNegative = 1.5  # epr: expected positives per image
     alpha: common.NonNegative = 0.2  # em: weight of the entropy

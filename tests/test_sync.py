@@ -26,7 +26,7 @@ STEPS = {
     "aevlp, linear": ("aevlp.py", CLIP, "--graph_u", 3, "--linear"),
     "lac, stage 1": ("lac.py", "--stage", 1, *LAC),
     "lac, stage 2": ("lac.py", "--end_to_end", *LAC),
-    "lac, stage 2, release": ("lac.py", "--end_to_end", "--form", "release", *LAC),
+    "lac, stage 2, paper": ("lac.py", "--end_to_end", "--form", "paper", *LAC),
     "lac, em": ("lac.py", "--loss", "em", *LAC),
     "pu_mlc": ("pu_mlc.py",),
     "pu_mlc, linear": ("pu_mlc.py", "--linear"),
