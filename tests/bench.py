@@ -202,12 +202,12 @@ def compare(item, what, ours, other, unit, faster=False, **more):
     return Row(item, what, median(ours), median(other), unit, median(ratios), **more)
 
 
-def growth(item, what, sizes, values, unit):
+def growth(item, what, sizes, values, unit, at_most=LINEAR):
     """The row of an exponent; `values` has the repeats of every size"""
     middles, raw = [median(repeats) for repeats in values], {"sizes": sizes, "values": values}
     spread = quartiles([exponent(sizes, repeat) for repeat in zip(*values)])
     slope = exponent(sizes, middles)
-    return Row(item, what, middles[-1], middles[0], unit, slope, at_most=LINEAR, quartiles=spread, raw=raw)
+    return Row(item, what, middles[-1], middles[0], unit, slope, at_most=at_most, quartiles=spread, raw=raw)
 
 
 # ---- 3. What it is measured with
@@ -672,18 +672,19 @@ def a_million(bench):
     times = interleave(repeats, few=start(few), many=start(many))
     what = f"an.py's first step, {size}, over 3 x that of {few:,} and 10 s"
     yield compare(10, what, times["many"], [3 * each + 10 for each in times["few"]], "s", at_most=1)
-    yield growth(10, f"exponent of its time, {few:,} to {many:,}", (few, many), [times["few"], times["many"]], "s")
+    exponent_of = lambda what, values, unit: growth(10, f"exponent of {what}", (few, many), values, unit, at_most=None)
+    yield exponent_of(f"its time, from {few:,} on", [times["few"], times["many"]], "s")
     peaks = [in_new_process(peak_memory, "cpu", run_script, "an.py", *flags[n], "--max_steps", 9)[1] for n in flags]
     bound, what = 3 * many * classes / 1e6 + 1500, f"RssAnon of an.py, {size}, over 3 x the labels and 1.5 GB"
     yield Row(10, what, peaks[1], bound, "MB", peaks[1] / bound, at_most=1)
-    yield growth(10, "exponent of it", (few, many), [[peak] for peak in peaks], "MB")
+    yield exponent_of("it", [[peak] for peak in peaks], "MB")
 
     select = lambda n: partial(in_new_process, table_cost, "selection", n, classes)
     costs = interleave(repeats, few=select(few), many=select(many))
     seconds_of, added, table = ([[cost[i] for cost in costs[n]] for n in ("few", "many")] for i in range(3))
     what = f"what em_apl.py's selection adds to memory, {size}, over the predictions"
     yield compare(10, what, added[1], table[1], "MB", at_most=3)
-    yield growth(10, f"exponent of its time, {few:,} to {many:,}", (few, many), seconds_of, "s")
+    yield exponent_of(f"its time, from {few:,} on", seconds_of, "s")
     _, added, table = in_new_process(table_cost, "metrics", many, classes)
     what = f"what mAP, F1 and thresholds add to memory, {size}, over the scores"
     yield Row(10, what, added, table, "MB", added / table, at_most=1)

@@ -191,10 +191,11 @@ def test_metrics_of_many_rows_and_classes(monkeypatch):
     assert common.best_f1_thresholds(scores, y).tolist() == expected
 
 
-def test_metrics_take_less_memory_than_the_scores():
-    """In a process of its own: this one may have kept freed memory, which would serve again"""
+def test_metrics_take_little_memory():
+    """All classes at once would take ten times that of the scores and more. In a process of its own: this one may have
+    kept freed memory, which would serve again"""
     _, added, scores = bench.in_new_process(bench.table_cost, "metrics", 100_000, 60)
-    assert added < scores
+    assert added < 3 * scores
 
 
 # ---- settings
