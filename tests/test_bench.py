@@ -73,6 +73,21 @@ def test_a_missed_bar_shows():
     assert bench.line(free) == "| 8 | free | 1 | 2 | s | 0.5 |  |  |  |"
 
 
+def test_the_docs_have_the_costs_on_paper():
+    """By hand, VOC on an RTX 3090: 10 x (4574 + 6966 / 3) x 4 / 1218 = 226 s; 11540 / 143 = 80.7 s, once or 10 times"""
+    rows = {name: list(bench.on_paper(name, getattr(bench, name))) for name in ("VOC", "COCO")}
+    assert rows["VOC"][0].ours * 60 == pytest.approx(226 + 81, abs=1)
+    assert rows["VOC"][0].other * 60 == pytest.approx(226 + 807, abs=1)
+    number = lambda value: f"{value:.1f}" if value < 10 else f"{value:.0f}"
+    lines = (ROOT / "docs" / "speed.md").read_text().splitlines()
+    for n, gpu in enumerate(bench.PUBLISHED):
+        (line,) = [line for line in lines if line.startswith(f"| {gpu}")]
+        cells = [cell.strip() for cell in line.split("|")]
+        for row, found in ((rows["VOC"][n], cells[4:7]), (rows["COCO"][n], cells[7:10])):
+            with_clip = [f"{number(row.ours)} min", f"{number(row.other)} min", f"{number(row.ratio)} x"]
+            assert found == (with_clip if row.faster else [f"{number(row.ours)} min without CLIP", "", ""])
+
+
 def use_memory():
     pages = np.ones(50_000_000, dtype=np.uint8)
     time.sleep(0.1)
