@@ -1,6 +1,6 @@
 """Use a trained model: labels of images, or a model to carry away
 
-    python predict.py runs/voc-vlpl-s0-20261116-093000 photos --threshold auto
+    python predict.py runs/voc-vlpl-s0-20261116-093000 photos
     python predict.py runs/voc-vlpl-s0-20261116-093000 --export model.pt2
 
 All that is needed to build the model is in the run: its copy of the script, its settings and its weights. The copy is
@@ -47,7 +47,7 @@ CLOSE = 0.05  # and from those of this script, whose images are squashed by PIL
 class Args:
     run: tyro.conf.Positional[str]  # a run directory
     images: tyro.conf.Positional[tuple[str, ...]] = ()  # images, or folders of them
-    threshold: str = "0.5"  # labels from this probability on; auto: per class, that of the best F1 on validation
+    threshold: str = "auto"  # labels from this probability on; auto: per class, as the run has tuned it, else 0.5
     top: int = 5  # labels per image, at most
     csv: str = ""  # write the probability of every class to this file
     figure: str = ""  # draw the images with their probabilities into this PNG
@@ -116,12 +116,12 @@ def tuned_thresholds(run, classes):
 
 def find_thresholds(given, tuned, classes):
     """--threshold -> (C,)"""
-    if given == "auto":
-        if tuned is None:
-            common.die(
-                "--threshold auto: the run has no tuned thresholds, it is unfinished or had no validation images"
-            )
+    if given == "auto" and tuned is not None:
         return tuned
+    if given == "auto":
+        why = "the run has no tuned thresholds, it is unfinished or had no validation images"
+        print(f"note: labels are those from 0.5 on, --threshold changes that: {why}", file=sys.stderr)
+        given = 0.5
     try:
         thresholds = torch.full((len(classes),), float(given))
     except ValueError:
@@ -284,7 +284,7 @@ if __name__ == "__main__":
             common.die(f"{path} can't be written: there is no such folder")
     device = common.find_device(args.device)
     model, settings, classes = load_model(args.run, device)
-    tuned = tuned_thresholds(args.run, classes) if args.export or args.threshold == "auto" else None
+    tuned = tuned_thresholds(args.run, classes)
     thresholds = find_thresholds(args.threshold, tuned, classes)
 
     files, p, problems, paths = [], [], [], find_files(args.images)

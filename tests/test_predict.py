@@ -230,11 +230,29 @@ def test_thresholds_and_top(trained, script, folder, capsys):
     p = dict(zip(common.read_state(trained / "best.pt")["classes"], map(float, values)))
     highest = sorted(p, key=p.get, reverse=True)
     assert line == ", ".join(f"{name} {p[name]:.2f}" for name in highest[:3]) + " and 1 more"
-    run_predict(script, trained, folder / "a.png", "--threshold", "auto")
     expected = [f"{name} {p[name]:.2f}" for name in highest if p[name] >= result["thresholds"][name]]
-    assert lines_of(capsys.readouterr().out)[str(folder / "a.png")] == (", ".join(expected) or "-")
+    for default in ((), ("--threshold", "auto")):
+        run_predict(script, trained, folder / "a.png", *default)
+        out, err = capsys.readouterr()
+        assert lines_of(out)[str(folder / "a.png")] == (", ".join(expected) or "-")
+        assert not err
     run_predict(script, trained, folder / "a.png", "--threshold", 1)
     assert lines_of(capsys.readouterr().out)[str(folder / "a.png")] == "-"
+
+
+@pytest.mark.parametrize("result", [None, "{}"])  # unfinished; finished, without validation images
+def test_without_tuned_thresholds_it_is_a_half_and_says_so(trained, script, workplace, folder, capsys, result):
+    run = shutil.copytree(trained, workplace / "run", ignore=shutil.ignore_patterns("result.json"))
+    if result:
+        (run / "result.json").write_text(result)
+    run_predict(script, run, folder)
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"note: labels are those from 0.5 on, .*: the run has no tuned thresholds.*\n", err)
+    for flags, expected in ((("--threshold", 0.5), out), (("--threshold", 0.2), None)):
+        run_predict(script, run, folder, *flags)
+        said, err = capsys.readouterr()
+        assert not err
+        assert (said == out) == (expected is not None)
 
 
 def test_tuned_thresholds_are_those_of_validation(trained):
@@ -252,19 +270,14 @@ def f1_of(guess, truth):
 
 
 def test_small_mistakes_give_one_sentence(trained, script, workplace, folder):
-    shutil.copytree(trained, workplace / "old")
-    result = json.loads((trained / "result.json").read_text())
-    del result["thresholds"]
-    (workplace / "old/result.json").write_text(json.dumps(result))
     shutil.copytree(trained, workplace / "partly")
-    (workplace / "partly/result.json").write_text(json.dumps(result | {"thresholds": {"red": 0.5, "blue": 0.5}}))
+    (workplace / "partly/result.json").write_text(json.dumps({"thresholds": {"red": 0.5, "blue": 0.5}}))
     shutil.copytree(trained, workplace / "broken")
     (workplace / "broken/result.json").write_text('{"thresholds": {"red"')
     shutil.copytree(trained, workplace / "foreign", ignore=shutil.ignore_patterns("script.py"))
     shutil.copytree(trained, workplace / "young", ignore=shutil.ignore_patterns("best.pt", "result.json"))
     for arguments, expected in (
-        (("old", folder, "--threshold", "auto"), "--threshold auto: the run has no tuned thresholds"),
-        (("partly", folder, "--threshold", "auto"), "partly/result.json has no threshold for green, white"),
+        (("partly", folder), "partly/result.json has no threshold for green, white"),
         (("partly", "--export", "model.pt2"), "partly/result.json has no threshold for green, white"),
         (("broken", "--export", "model.pt2"), "broken/result.json can't be read"),
         ((trained, folder, "--threshold", "high"), "--threshold high"),
