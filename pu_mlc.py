@@ -18,13 +18,8 @@ threshold on the test set: the paper's numbers can't be expected from the plain 
 `--linear` features are mixed, not images. A last batch of fewer than 4 images is left out. A run with `--lgconv` can't
 start from one without.
 With one positive per image, of which the paper says nothing, 14 of 20 classes have none in a batch of 8; the defaults
-are for that, with the paper's alpha of VOC and gamma of COCO. Measured on validation, one seed: leaving out their
-unlabelled term (`--drop_empty`) costs 1.3, for it is most of what ever says no; gamma 0.2, 0.55, 0.85, 1.2 give 75.2,
-76.9, 76.9, 76.4; alpha 0.5, 1, 2: 76.8, 76.9, 76.9; batches of 8, 32, 128: 76.9, 76.8, 76.7; no mixup: 76.6 (VOC,
-frozen features, where AN has 75.5). From random weights it learns features more slowly than AN (`scenes`, 4 epochs:
-26.6 against 30.1; without mixup 24.4; batches of 32: 17.4) and passes it later (15 epochs, test: 45.6 against 42.4,
-mean of three seeds). Shorter is to begin with `an.py` and to go on with `--init_from` (4 more epochs: 49.0 against 45.3
-of AN itself).
+are for that, with the paper's alpha of VOC and gamma of COCO. Leaving out their unlabelled term (`--drop_empty`) costs
+1.3, for it is most of what ever says no. docs/results.md has what was measured.
 """
 
 import copy
