@@ -17,12 +17,17 @@ import csv
 import importlib.util
 import io
 import json
+import math
 import os
+import random
 import signal
 import sys
+import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
+from xml.sax.saxutils import quoteattr
 
 import numpy as np
 import torch
@@ -51,6 +56,10 @@ class Args:
     top: int = 5  # labels per image, at most
     csv: str = ""  # write the probability of every class to this file
     figure: str = ""  # draw the images with their probabilities into this PNG
+    to_label: int = 0  # so many images of a folder to be labelled by hand, with suggestions, written to --out
+    to_label_by: Literal["random", "uncertainty"] = "random"  # random: to measure with; uncertainty: to train with
+    out: str = ""  # tasks.json, for Label Studio, or tasks.csv, to fill in
+    seed: int = 0  # of the images that are drawn at random
     export: str = ""  # write the model, preprocessing included, to this .pt2 file
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
 
@@ -165,9 +174,14 @@ def in_order(p, thresholds):
     return np.lexsort((-p, p < thresholds)).tolist()
 
 
+def above(p, thresholds):
+    """Classes that reach their threshold, the highest first"""
+    return [c for c in in_order(p, thresholds) if p[c] >= thresholds[c]]
+
+
 def labels(p, thresholds, classes, top):
     """The classes that reach their threshold, in words"""
-    found = [c for c in in_order(p, thresholds) if p[c] >= thresholds[c]]
+    found = above(p, thresholds)
     more = f" and {len(found) - top} more" if len(found) > top else ""
     return (", ".join(f"{classes[c]} {p[c]:.2f}" for c in found[:top]) or "-") + more
 
@@ -210,7 +224,51 @@ def draw(path, files, p, thresholds, classes, top):
     data_prep.save_figure(figure, path)
 
 
-# ---- 4. Export
+# ---- 4. Images to label
+
+
+def uncertainty(p, thresholds):
+    """(N, C) -> (N,), entropy in bits, mean over classes, with odds of 1 at a class's threshold"""
+    logits = p.logit(eps=1e-6) - thresholds.logit(eps=1e-6)
+    return F.binary_cross_entropy_with_logits(logits, logits.sigmoid(), reduction="none").mean(1) / math.log(2)
+
+
+def write_tasks(path, folder, files, p, thresholds, classes, drawn, model):
+    """A CSV with a ? for every image's labels, which data_prep.py refuses until it is replaced; or Label Studio's tasks
+    and, beside them, its labelling interface. -> what to do with it"""
+    names = [file.relative_to(folder).as_posix() for file in files]
+    suggested = [[classes[c] for c in above(row, thresholds)] for row in p]
+    if path.suffix == ".csv":
+        with common.replacing(path) as temporary, open(temporary, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["image", "labels", "suggested", "drawn"])
+            for name, found in zip(names, suggested):
+                writer.writerow([data_prep.cell(name), "?", data_prep.cell(";".join(found)), drawn])
+        return "replace each ? by all labels of the image, ; between them, or by nothing where no class applies"
+    tasks, home = [], folder.resolve()
+    for name, found, score in zip(names, suggested, (1 - uncertainty(p, thresholds)).tolist()):
+        address = f"/data/local-files/?d={urllib.parse.quote(os.fsencode(f'{home.name}/{name}'))}"
+        choice = {"from_name": "labels", "to_name": "image", "type": "choices", "value": {"choices": found}}
+        prediction = {"model_version": model, "result": [choice] if found else [], "score": score}
+        tasks.append({"data": {"image": address, "file": name, "drawn": drawn}, "predictions": [prediction]})
+    choices = "".join(f"    <Choice value={quoteattr(name)}/>\n" for name in classes)
+    view = f"""<View>
+  <Image name="image" value="$image"/>
+  <Choices name="labels" toName="image" choice="multiple" showInline="true">
+{choices}  </Choices>
+</View>
+"""
+    with common.replacing(path) as temporary:
+        temporary.write_text(json.dumps(tasks, indent=1) + "\n")
+    with common.replacing(path.with_suffix(".xml")) as temporary:
+        temporary.write_text(view, encoding="utf-8")
+    served = f"LABEL_STUDIO_LOCAL_FILES_SERVING_ENABLED=true LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT={home.parent}"
+    return f"""start Label Studio with {served}
+in its project, paste {path.with_suffix(".xml")} as labelling interface, add {home} as local storage without syncing it,
+import {path}, and export what is done as JSON, not as JSON-MIN"""
+
+
+# ---- 5. Export
 
 
 class Portable(nn.Module):
@@ -264,7 +322,7 @@ def export(path, model, size, about, files):
     say(f"torch's squashing instead of PIL's changes them by up to {by_pil:.1e} ({CLOSE:g} is allowed)")
 
 
-# ---- 5. Go
+# ---- 6. Go
 
 if __name__ == "__main__":
     sys.excepthook = data_prep.explain
@@ -275,11 +333,19 @@ if __name__ == "__main__":
         common.die("name images or folders to look at, or --export a model")
     if (args.csv or args.figure) and not args.images:
         common.die("--csv and --figure are about images: name some, or folders of them")
-    for flag, path, ending in (("figure", args.figure, ".png"), ("export", args.export, ".pt2")):
-        if path and Path(path).suffix != ending:
-            common.die(f"--{flag} {path}: what is written is a {ending} file, so give it that ending")
+    endings = {"figure": [".png"], "out": [".json", ".csv"], "export": [".pt2"]}
+    for flag, path in ((flag, getattr(args, flag)) for flag in endings):
+        if path and Path(path).suffix not in endings[flag]:
+            wanted = " or ".join(endings[flag])
+            common.die(f"--{flag} {path}: what is written is a {wanted} file, so give it that ending")
+    if args.to_label < 0 or bool(args.to_label) != bool(args.out):
+        common.die("--to_label and --out belong together: --to_label 100 --out tasks.json, or tasks.csv")
+    if args.to_label and not (len(args.images) == 1 and Path(args.images[0]).is_dir()):
+        common.die("--to_label needs one folder of images, that of data_prep.py custom --images")
+    if args.out and Path(args.out).exists():
+        common.die(f"--out {args.out}: it exists, and may hold somebody's labels: choose another name, or move it away")
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # Ctrl-C, without a traceback
-    for path in filter(None, (args.csv, args.figure, args.export)):
+    for path in filter(None, (args.csv, args.figure, args.out, args.export)):
         if not Path(path).absolute().parent.is_dir():
             common.die(f"{path} can't be written: there is no such folder")
     device = common.find_device(args.device)
@@ -288,6 +354,9 @@ if __name__ == "__main__":
     thresholds = find_thresholds(args.threshold, tuned, classes)
 
     files, p, problems, paths = [], [], [], find_files(args.images)
+    at_random = args.to_label and args.to_label_by == "random"
+    if at_random:
+        random.Random(args.seed).shuffle(paths)
     with ThreadPoolExecutor() as pool, tqdm(total=len(paths), leave=False, disable=not sys.stderr.isatty()) as bar:
         for batch in common.in_batches(paths):
             read = dict(zip(batch, pool.map(lambda path: read_pixels(path, settings.image_size), batch)))
@@ -295,18 +364,32 @@ if __name__ == "__main__":
             images = {path: pixels for path, pixels in read.items() if torch.is_tensor(pixels)}
             if images:
                 p.append(probabilities(model, torch.stack(list(images.values())), device))
-                for path, row in zip(images, p[-1]):
+                for path, row in zip(images, p[-1] if not args.to_label else ()):
                     say(f"{path}: {labels(row, thresholds, classes, args.top)}")
             files += images
             bar.update(len(batch))
+            if at_random and len(files) >= args.to_label:
+                break
 
     print("".join(f"{data_prep.printable(problem)}\n" for problem in problems), end="", file=sys.stderr)
     if paths and not files:
         common.die("there is not one readable image")
+    p = torch.cat(p) if files else None
+    if args.to_label:
+        order = range(len(files)) if at_random else (-uncertainty(p, thresholds)).argsort(stable=True).tolist()
+        chosen = list(order[: args.to_label])
+        files, p = [files[row] for row in chosen], p[chosen]
+        drawn = f"at random, seed {args.seed}" if at_random else "by uncertainty: to train with, not to measure with"
+        folder, version = Path(args.images[0]), Path(args.run).resolve().name
+        advice = write_tasks(Path(args.out), folder, files, p, thresholds, classes, drawn, version)
+        use = "--val" if at_random else "--labels"
+        say(f"{args.out}: {len(files)} of {len(paths)} files, {drawn}; data_prep.py custom {use} takes them back")
+        for line in advice.splitlines():
+            say(line)
     if files and args.csv:
-        write_csv(Path(args.csv), files, torch.cat(p), classes)
+        write_csv(Path(args.csv), files, p, classes)
     if files and args.figure:
-        draw(Path(args.figure), files[:ON_A_FIGURE], torch.cat(p), thresholds, classes, args.top)
+        draw(Path(args.figure), files[:ON_A_FIGURE], p, thresholds, classes, args.top)
         say(f"{args.figure}: {len(files[:ON_A_FIGURE])} of {len(files)} images")
     if args.export:
         tuned = torch.full((len(classes),), 0.5) if tuned is None else tuned

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -274,6 +275,7 @@ def test_small_mistakes_give_one_sentence(trained, script, workplace, folder):
     (workplace / "partly/result.json").write_text(json.dumps({"thresholds": {"red": 0.5, "blue": 0.5}}))
     shutil.copytree(trained, workplace / "broken")
     (workplace / "broken/result.json").write_text('{"thresholds": {"red"')
+    (workplace / "filled.csv").write_text("image,labels")
     shutil.copytree(trained, workplace / "foreign", ignore=shutil.ignore_patterns("script.py"))
     shutil.copytree(trained, workplace / "young", ignore=shutil.ignore_patterns("best.pt", "result.json"))
     for arguments, expected in (
@@ -288,6 +290,13 @@ def test_small_mistakes_give_one_sentence(trained, script, workplace, folder):
         ((trained,), "name images"),
         ((trained, "--csv", "out.csv", "--export", "model.pt2"), "--csv and --figure are about images"),
         ((trained, "--export", "model.onnx"), "--export model.onnx: what is written is a .pt2 file"),
+        ((trained, folder, "--to_label", 5), "--to_label and --out belong together"),
+        ((trained, folder, "--out", "tasks.json"), "--to_label and --out belong together"),
+        ((trained, folder, "--to_label", -1, "--out", "tasks.json"), "--to_label and --out belong together"),
+        ((trained, folder, "--to_label", 5, "--out", "tasks.xml"), "what is written is a .json or .csv file"),
+        ((trained, folder, folder, "--to_label", 5, "--out", "tasks.json"), "--to_label needs one folder of images"),
+        ((trained, folder / "a.png", "--to_label", 5, "--out", "tasks.json"), "--to_label needs one folder of images"),
+        ((trained, folder, "--to_label", 5, "--out", "filled.csv"), "filled.csv: it exists, and may hold somebody's"),
         ((trained, folder, "--figure", "out.jpg"), "--figure out.jpg: what is written is a .png file"),
         ((folder, folder), "is not a run directory"),
         (("foreign", folder), "foreign/script.py, the run's copy of its script, can't be imported: FileNotFoundError"),
@@ -319,6 +328,124 @@ def test_the_figure_shows_the_labels_first(folder, monkeypatch):
     blue, green, red = (bar.get_facecolor() for bar in bars.patches)
     assert blue == green != red
     assert predict.labels(p[0], thresholds, classes, top=3) == "blue 0.60, green 0.20"
+
+
+@pytest.fixture
+def album(workplace, squares):
+    """24 photos with names and folders that need quoting, of which one label each is known, and a file that is none"""
+    known = {}
+    for i in range(24):
+        name = f"a day/no {i} & 50%.png" if i % 2 else f"{i}.png"
+        (workplace / "album/a day").mkdir(parents=True, exist_ok=True)
+        shutil.copy(f"{squares}/images/train_{i}.png", workplace / "album" / name)
+        known[name] = ["red", "green", "blue", "white"][i % 4]
+    (workplace / "album/notes.txt").write_text("no image")
+    (workplace / "labels.csv").write_text("image,label\n" + "".join(f"{n},{c}\n" for n, c in known.items()))
+    return workplace / "album"
+
+
+@pytest.mark.parametrize("ending", ["json", "csv"])
+def test_images_to_label_come_back_as_validation_images(trained, script, album, capsys, ending):
+    run_predict(script, trained, "album", "--to_label", 6, "--seed", 1, "--out", f"tasks.{ending}", code=1)  # notes.txt
+    out = capsys.readouterr().out
+    assert f"tasks.{ending}: 6 of 25 files, at random, seed 1; data_prep.py custom --val takes them back" in out
+    answers = [[], ["red"], ["white", "blue"], ["green"], ["red", "green", "blue", "white"]]
+    if ending == "json":  # as Label Studio exports it, the last task skipped
+        done = json.loads(Path("tasks.json").read_text())
+        names = [task["data"]["file"] for task in done]
+        for task, answer in zip(done, [*answers, None]):
+            task["annotations"] = [{"result": [], "was_cancelled": answer is None}]
+            if answer:
+                choice = {"from_name": "labels", "to_name": "image", "type": "choices", "value": {"choices": answer}}
+                task["annotations"][0]["result"].append(choice)
+        Path("done.json").write_text(json.dumps(done))
+    else:
+        header, *rows = csv.reader(Path("tasks.csv").read_text().splitlines())
+        assert header == ["image", "labels", "suggested", "drawn"]
+        names = [row[0] for row in rows]
+        filled = [[row[0], ";".join(answer), *row[2:]] for row, answer in zip(rows, answers)]  # the last is deleted
+        with open("done.csv", "w", newline="") as file:
+            csv.writer(file).writerows([header, *filled])
+    command = "data_prep.py", "custom", "--name", "album", "--images", "album", "--labels", "labels.csv", "--val"
+    assert "taken out of training: 5" in script(*command, f"done.{ending}")
+    prepared, classes = Path("data/album"), json.loads(Path("data/album/dataset.json").read_text())["classes"]
+    found = data_prep.read_names(prepared, "valid").tolist()
+    y = np.load(prepared / "formatted_valid_labels.npy")
+    assert {n: {classes[c] for c in row.nonzero()[0]} for n, row in zip(found, y)} == {
+        name: set(answer) for name, answer in zip(names, answers)
+    }
+    with pytest.raises(SystemExit, match=r"(?s)'\?' has no training example|there is no validation image"):
+        script(*command, f"tasks.{ending}")  # nothing done yet: no silent set of images without labels
+
+
+def test_drawn_images_are_the_same_from_a_seed_and_a_larger_draw_goes_on(trained, script, album):
+    names = {}
+    for seed, n in ((0, 5), (0, 9), (1, 9), (0, 99)):
+        run_predict(script, trained, album, "--to_label", n, "--seed", seed, "--out", f"{seed}-{n}.json", code=1)
+        names[seed, n] = [task["data"]["file"] for task in json.loads(Path(f"{seed}-{n}.json").read_text())]
+    assert names[0, 9][:5] == names[0, 5]
+    assert names[0, 99][:9] == names[0, 9]
+    assert len(set(names[0, 99])) == 24
+    assert len(set(names[1, 9])) == 9
+    assert names[1, 9] != names[0, 9]
+
+
+def test_a_label_studio_task_by_hand(trained, script, album, capsys):
+    """Each key against the probabilities of --csv"""
+    (album / "notes.txt").unlink()
+    run_predict(script, trained, "album", "--to_label", 4, "--out", "tasks.json", "--csv", "p.csv")
+    (_, *classes), *rows = csv.reader(Path("p.csv").read_text().splitlines())
+    tuned = json.loads((trained / "result.json").read_text())["thresholds"]
+    tasks = json.loads(Path("tasks.json").read_text())
+    assert len(tasks) == len(rows) == 4
+    for task, (path, *values) in zip(tasks, rows):
+        name, p = str(Path(path).relative_to("album")), dict(zip(classes, map(float, values)))
+        assert task["data"] == {"image": task["data"]["image"], "file": name, "drawn": "at random, seed 0"}
+        address = task["data"]["image"].removeprefix("/data/local-files/?d=")
+        assert " " not in address
+        assert "%25" in address or "%" not in name
+        (prediction,) = task["predictions"]
+        assert prediction["model_version"] == trained.name
+        found = sorted((c for c in classes if p[c] >= tuned[c]), key=lambda c: -p[c])
+        assert [one["value"]["choices"] for one in prediction["result"]] == ([found] if found else [])
+        assert {(one["from_name"], one["to_name"], one["type"]) for one in prediction["result"]} <= {
+            ("labels", "image", "choices")
+        }
+        odds = [p[c] / (1 - p[c]) * (1 - tuned[c]) / tuned[c] for c in classes]
+        sure = [(q, 1 - q) for q in (o / (1 + o) for o in odds)]
+        entropy = sum(-a * np.log2(a) - b * np.log2(b) for a, b in sure if 0 < a < 1) / len(classes)
+        assert prediction["score"] == pytest.approx(1 - entropy, abs=1e-4)
+    assert f"DOCUMENT_ROOT={album.parent}\n" in capsys.readouterr().out
+    view = ElementTree.fromstring(Path("tasks.xml").read_text())
+    assert (view[0].tag, view[0].attrib) == ("Image", {"name": "image", "value": "$image"})
+    assert view[1].attrib | {"name": "labels", "toName": "image", "choice": "multiple"} == view[1].attrib
+    assert [choice.attrib["value"] for choice in view[1]] == classes
+
+
+def test_uncertain_images_are_marked(trained, script, album, capsys):
+    (album / "notes.txt").unlink()
+    run_predict(script, trained, album, "--to_label", 24, "--to_label_by", "uncertainty", "--out", "all.json")
+    run_predict(script, trained, album, "--to_label", 3, "--to_label_by", "uncertainty", "--out", "three.json")
+    assert "by uncertainty: to train with, not to measure with" in capsys.readouterr().out
+    every, three = (json.loads(Path(name).read_text()) for name in ("all.json", "three.json"))
+    assert three == every[:3]
+    scores = [task["predictions"][0]["score"] for task in every]
+    assert scores == sorted(scores)
+    assert {task["data"]["drawn"] for task in every} == {"by uncertainty: to train with, not to measure with"}
+
+
+def test_a_class_on_the_fence_is_uncertain():
+    thresholds = torch.tensor([0.5, 0.1])
+    p = torch.tensor([[0.5, 0.1], [0.5, 1.0], [0.0, 1.0], [1.0, 0.1]])
+    torch.testing.assert_close(predict.uncertainty(p, thresholds), torch.tensor([1, 0.5, 0, 0.5]), rtol=0, atol=1e-3)
+    assert predict.uncertainty(p, torch.tensor([0.0, 1.0])).isfinite().all()
+
+
+def test_names_of_classes_are_quoted_for_label_studio(workplace, folder):
+    classes, p = ['"a" & <b>', "ü"], torch.tensor([[0.9, 0.1]])
+    predict.write_tasks(Path("t.json"), folder, [folder / "a.png"], p, torch.tensor([0.5, 0.5]), classes, "", "m")
+    view = ElementTree.fromstring(Path("t.xml").read_text(encoding="utf-8"))
+    assert [choice.attrib["value"] for choice in view[1]] == classes
 
 
 # Elsewhere: another process, another folder, nothing of this project to import
