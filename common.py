@@ -316,8 +316,8 @@ def load(args, device="cpu"):
     train_rows, val = np.arange(len(z)), split("valid") if "valid" in y else None  # your own images: files, or none
     if "train" in y and "valid" not in y and args.val_fraction:
         train_rows, val_rows = split_indices(len(z), args.val_fraction)
-        if not len(val_rows):
-            die(f"{folder} has only {len(z)} training images: a validation split needs three or more")
+        if not (len(val_rows) and len(train_rows)):
+            die(f"--val_fraction {args.val_fraction} of {len(z)} images leaves none for validation or for training")
         val = split("train", val_rows)
     train = split("train", train_rows, z=torch.from_numpy(z[train_rows]).to(device))
     test = split("val") if "val" in y else None
@@ -470,7 +470,8 @@ def make_body(args):
     else:
         net, mean, std = make_timm(name, pretrained, args.image_size)
         projection = net.num_classes  # of a CLIP, which is a part of it; of others 0
-        width, head = projection or net.head_hidden_size, () if projection else net.pretrained_cfg.get("classifier", ())
+        width, head = projection or net.head_hidden_size, net.pretrained_cfg.get("classifier") or ()
+        head = () if projection else head
     if fresh and args.weights not in ("imagenet", "none"):
         load_body(net, args.weights, head)
     return net, width, mean, std
@@ -784,6 +785,12 @@ def unwrap(thing):
     return thing.module if isinstance(thing, nn.parallel.DistributedDataParallel) else thing
 
 
+def share_statistics(model):
+    """Buffers, such as BatchNorm's: rank 0's, as in its checkpoint"""
+    for buffer in unwrap(model).buffers() if world() > 1 else ():
+        dist.broadcast(buffer, 0)
+
+
 def find_device(name):
     try:
         name = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
@@ -1044,14 +1051,15 @@ class Run:
         self.data, start = data, start_from(self.args)
         self.check_model(model)
         if not data.val and rank() == 0:
-            print("no fully labelled validation images: the last epoch is kept, what needs true labels is left blank")
+            blank = "" if data.train.y is not None else ", and what needs true labels is left blank"
+            print(f"no fully labelled validation images: the last epoch is kept{blank}")
         if start:
             checkpoint = load_weights(model, start, data.classes)
             if self.args.resume or self.args.eval_only:
                 check_probe(model, self.args.image_size, checkpoint, start)
         if world() > 1 and not (self.args.linear or self.args.eval_only):  # else no BatchNorm is trained
             self.check_batch_norms(batch_norms(model))
-        for split in data.splits().values() if self.args.pixels == "device" else ():
+        for split in data.splits().values() if self.args.pixels == "device" and not self.args.linear else ():
             self.loader.hold(split)
         self.directory = self.open_directory()  # only now: what is wrong with flags, data or weights leaves none behind
         model = model.to(self.device, memory_format=torch.channels_last)
@@ -1243,8 +1251,7 @@ class Run:
     def predict(self, model, split):
         """Logits (N, C) of a split's plain images, in the split's order, on every process"""
         training, model, done = model.training, unwrap(model).eval(), 0
-        for buffer in model.buffers() if world() > 1 else ():  # running statistics: rank 0's, as in its checkpoint
-            dist.broadcast(buffer, 0)
+        share_statistics(model)
         batches = in_batches(np.arange(len(split))[rank() :: world()])
         logits = torch.zeros(-(-len(split) // world()), len(self.data.classes), device=self.device)
         for x in progress(self.inputs(split, batches), "evaluating", total=len(batches)):
@@ -1272,6 +1279,8 @@ class Run:
         of the weights for instance: the best on validation counts, without validation the last of them."""
         self.check_losses()
         row, models = {"epoch": self.epoch, **self.row_of_logs()}, {"raw": model, **others}
+        for each in models.values():
+            share_statistics(each)
         images_per_s = self.seen / (time.perf_counter() - self.training_began)
         logits = {name: self.predict(each, data.val) for name, each in models.items() if data.val}
         mAP = {name: mean_average_precision(logits[name], data.val.y) if data.val else math.nan for name in models}
@@ -1284,10 +1293,9 @@ class Run:
         due = self.finished or (better and data.val)
         thresholds = best_f1_thresholds(logits[chosen].sigmoid(), data.val.y) if due and data.val else None
         test = self.measure(models[chosen], data.test if due else None, thresholds)
-        if others and not data.val:  # nothing to choose between them by
-            row |= {
-                f"test_mAP_{name}": self.measure(models[name], data.test)["mAP"] for name in models if self.finished
-            }
+        if others and self.finished and not data.val:  # nothing to choose between them by
+            rest = {name: self.measure(models[name], data.test) for name in models if name != chosen}
+            row |= {f"test_mAP_{name}": measured["mAP"] for name, measured in {**rest, chosen: test}.items()}
         row |= {"test_mAP": test["mAP"], "images_per_s": images_per_s, "seconds": time.perf_counter() - self.began}
         self.rows.append(row)
         if better:
@@ -1305,13 +1313,13 @@ class Run:
             self.show(row, better)
 
     def stale(self, row, others):
-        """Have more than --patience epochs passed since the best of this stage, also that of the raw weights, with the
-        others (an EMA) below their own best? An EMA that still rises is waited for."""
-        past, patience = self.rows[self.began_at :], getattr(self.args, "patience", -1)
-        best = lambda name: max(past, key=lambda earlier: earlier[name], default=row)
-        last = max(self.best["epoch"], best("val_mAP_raw")["epoch"] if others else 0)
-        falling = all(row[name] < best(name)[name] for name in (f"val_mAP_{other}" for other in others))
-        return 0 <= patience < self.epoch - last and falling
+        """Have more than --patience epochs passed since the best of this stage, of the raw weights and of each other
+        model (an EMA), and are the others below their best? An EMA that still rises is waited for."""
+        rows, patience = [*self.rows[self.began_at :], row], getattr(self.args, "patience", -1)
+        names = ["val_mAP", *(f"val_mAP_{name}" for name in ("raw", *others) if others)]
+        best = [max(rows, key=lambda earlier: earlier[name]) for name in names]
+        falling = all(row[name] < its[name] for name, its in zip(names[2:], best[2:]))
+        return 0 <= patience < self.epoch - max(its["epoch"] for its in best) and falling
 
     def show(self, row, better):
         if self.args.tensorboard:
@@ -1450,6 +1458,9 @@ class Run:
             if isinstance(thing, SimpleNamespace):
                 restore_namespace(name, thing, spaces[name], self.device)
             else:
+                if isinstance(thing, torch.optim.Optimizer):  # of a version that had not fused them
+                    for group, own in zip(last[name]["param_groups"], thing.param_groups):
+                        group["fused"] = own.get("fused")
                 unwrap(thing).load_state_dict(last[name])
         self.scaler.load_state_dict(last["scaler"])
 
@@ -1519,7 +1530,7 @@ class Run:
             names = data_prep.printable(", ".join(empty))
             print(f"{len(empty)} classes have no positive in the test set and count as AP 0: {names}")
         chosen = f"best epoch {best['epoch']}" if data.val else f"last epoch {best['epoch']} (no validation)"
-        shown = in_words(best["val_mAP"], {name: best[f"test_{name}"] for name in ("mAP", "F1", "F1_tuned")})
+        shown = in_words(best["val_mAP"], {name: best.get(f"test_{name}", {}) for name in ("mAP", "F1", "F1_tuned")})
         shown += f" (last epoch {last['test_mAP']:.2f})" if data.test else ""
         print(f"{chosen}: {shown}; {self.directory}/curve.png", flush=True)
 

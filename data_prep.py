@@ -138,7 +138,7 @@ def explain(kind, problem, trace):
     elif isinstance(problem, OSError) and problem.errno in EXPECTED_ERRORS:
         sentence = f"{problem.strerror}: {problem.filename or 'a file or device'}"
     elif isinstance(problem, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
-        sentence = "out of memory: try a smaller --batch_size or --image_size, or fewer --workers"
+        sentence = "out of memory: try a smaller --batch_size or --image_size, fewer --workers, --pixels loader"
     elif "can't start new thread" in text:
         sentence = "no more threads can be started: lower --workers, or raise the limit (ulimit -u)"
     elif "Connection closed by peer" in text or "Connection reset by peer" in text:
@@ -862,7 +862,7 @@ def in_class_folders(folder):
 
 def leave_out_damaged(tables, folder):
     names, whole = sorted({image for table in tables.values() for image, _, _ in table}), []
-    photos = SimpleNamespace(image_folder=folder, names=names, size=1, upright=True)
+    photos = SimpleNamespace(image_folder=folder, names=np.array(names), size=1, upright=True)
     damaged = visit(photos, "looking for damage", None, np.arange(len(names)), compare=False, finished=whole.extend)
     if damaged:
         listed = "\n  ".join(map(printable, sorted(damaged)))
@@ -1284,7 +1284,7 @@ def prepare(args):
     if not re.fullmatch(r"\w[\w.-]*", name) or (args.dataset == "custom" and name in (*EXPECTED, "scenes")):
         die(f"--name {name!r}: give your data set a name of its own, of letters, digits, - and _")
     if args.image_size < 0:
-        die(f"--image_size must be at least 1, not {args.image_size}")
+        die(f"--image_size must be at least 0, not {args.image_size}")
     if args.skip_damaged and args.dataset != "custom":
         die(f"--skip_damaged is for your own photos: {args.dataset} is whole, or not what the papers used")
     folder = Path(args.data_root) / name

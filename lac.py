@@ -432,7 +432,7 @@ if __name__ == "__main__":
             run.log(loss=loss, loss_an=an, loss_plc=plc, loss_lac=lac)
             run.log_pseudo_labels((p_weak >= delta).char() - (p_weak <= 1 - delta).char(), z, data.train.true(idx))
         run.log(stage=float(stage.number), queue_fill=(queue.classes >= 0).sum())
-        run.evaluate(model, data, ema=ema)
+        run.evaluate(model, data, **(dict(ema=ema) if data.val else {}))  # else nobody knows whether it has caught up
         two_stages = args.stage == "both" and args.lac and not args.end_to_end
         if two_stages and stage.number == 1 and run.finished and run.extend(args.epochs, keep="stage1.pt"):
             stage.number = 2  # from stage 1's best, all else as at the start

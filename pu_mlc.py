@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 import common
 
@@ -161,7 +162,7 @@ def add_lgconv(module, heads=8):
 @contextmanager
 def without_statistics(model):
     """BatchNorms in eval mode: mixed images neither use nor change the statistics of a batch"""
-    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d) and module.training]
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
     for norm in norms:
         norm.eval()
     yield
@@ -194,7 +195,7 @@ class Classifier(common.Classifier):
         super().__init__(args, num_classes)
         if args.lgconv and not add_lgconv(self.body):
             common.die(f"--lgconv: {args.backbone} has no 3x3 convolution that it could wrap")
-        self.frozen_norms = [m for m in self.modules() if isinstance(m, nn.BatchNorm2d)] if args.freeze_bn else []
+        self.frozen_norms = [m for m in self.modules() if isinstance(m, _BatchNorm)] if args.freeze_bn else []
 
     def train(self, mode=True):
         super().train(mode)
@@ -221,11 +222,12 @@ if __name__ == "__main__":
     # new vs an.py: schedule, EMA and crops, where they are on
     steps, state = -(-len(data.train) // args.batch_size) * args.one_cycle, {}
     if args.one_cycle:
-        state["scheduler"] = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, steps, pct_start=0.2)
+        state["scheduler"] = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, max(6, steps), pct_start=0.2)
     ema = dict(ema=copy.deepcopy(common.unwrap(model)).requires_grad_(False)) if args.ema else {}
     views, images = None, data.train.images
     if args.crops:  # of images of 512 pixels, for 448
-        data.train = replace(data.train, images=images.from_files(round(args.image_size * 8 / 7), images.resample))
+        larger = images.from_files(round(args.image_size * 8 / 7), images.resample)
+        data.train = replace(data.train, images=larger, pixels=None)
     beta, share = torch.distributions.Beta(BETA, BETA), args.batch_size // common.world()
     min_images = min(4, share)  # a last image alone would have no spread, and an enormous gradient
     mixing = args.mixup and share > 1

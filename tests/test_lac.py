@@ -711,6 +711,13 @@ def test_the_best_of_raw_and_ema_counts(script, squares, workplace, monkeypatch,
     assert not torch.equal(last["ema"]["queries"], last["model"]["queries"])
 
 
+def test_without_validation_the_raw_weights_are_kept(script, squares, workplace):
+    """An EMA of .9997 would still be the first weights"""
+    script("lac.py", "--dataset", squares, *SMALL, *SIZE, "--epochs", 1, "--val_fraction", 0, "--ema", 0.9997)
+    last, best = (torch.load(only_run(workplace) / name, weights_only=True) for name in ("last.pt", "best.pt"))
+    assert all(torch.equal(value, last["model"][name]) for name, value in best["model"].items())
+
+
 def test_the_losses_of_a_step_are_those_of_its_views(script, squares, workplace):
     """One step on all images at a learning rate of nothing, made again"""
     delta, still = 0.52, ("--lr", "1e-30", "--weight_decay", "0", "--dropout", "0", "--workers", "0")
@@ -883,16 +890,16 @@ def test_patience_ends_a_stage_not_the_run(script, squares, workplace, monkeypat
 @pytest.mark.parametrize(
     ("raw", "ema", "end"),
     [
-        ([9, 8, 7, 6, 5, 4, 3], [1, 2, 3, 4, 5, 6, 7], 7),  # the EMA rises to the end
-        ([9, 8, 7, 6, 5, 4, 3], [1, 2, 3, 4, 5, 4, 3], 6),  # it falls below its best in the sixth epoch
-        ([9, 8, 7, 6, 5, 4, 3], [1, 2, 3, 2, 1, 1, 1], 4),  # more than two epochs after the best of either
-        ([1, 2, 3, 4, 3, 2, 1], [9, 8, 8, 8, 8, 8, 8], 7),  # the raw weights' own best was in the fourth
-        ([1, 2, 3, 2, 2, 2, 1], [9, 8, 8, 8, 8, 8, 8], 6),
+        ([9, 8, 7, 6, 5, 4, 3, 2, 1], [1, 2, 3, 4, 5, 6, 7, 8, 9], 9),  # the EMA rises to the end
+        ([9, 8, 7, 6, 5, 4, 3, 2, 1], [1, 2, 3, 4, 3, 2, 1, 1, 1], 7),  # its best was in the fourth
+        ([9, 8, 7, 6, 5, 4, 3, 2, 1], [3, 3, 3, 3, 3, 3, 3, 3, 3], 9),  # not below its best
+        ([1, 2, 3, 4, 3, 2, 1, 1, 1], [9, 8, 8, 8, 8, 8, 8, 8, 8], 7),  # the raw weights' own best was in the fourth
+        ([1, 2, 3, 2, 2, 4, 1, 1, 1], [9, 8, 8, 8, 8, 8, 8, 8, 8], 9),  # and in the very epoch that would be the last
     ],
 )
 def test_a_stage_waits_for_an_ema_that_rises(raw, ema, end, squares, workplace, monkeypatch):
     """Patience 2, with measured mAPs put in the place of real ones"""
-    args = arguments("--dataset", squares, "--patience", "2", "--epochs", "7")
+    args = arguments("--dataset", squares, "--patience", "2", "--epochs", "9")
     run, data = common.Run(args, str(ROOT / "lac.py")), common.load(args)
     nets = {name: lac.LabelWise(args, 4) for name in ("raw", "ema")}
     nets["raw"] = run.prepare(nets["raw"], data)

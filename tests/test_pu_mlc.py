@@ -438,6 +438,15 @@ def test_statistics_never_see_mixed_images(frozen, script, squares, workplace):
         assert value.any() != frozen
 
 
+def test_statistics_of_several_processes_never_see_mixed_images_either():
+    model = nn.Sequential(nn.SyncBatchNorm(3), nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm2d(3).eval())).train()
+    model[2][0].eval()
+    before = [module.training for module in model.modules()]
+    with pu_mlc.without_statistics(model):
+        assert not any(module.training for module in (model[0], model[1], model[2][0]))
+    assert [module.training for module in model.modules()] == before
+
+
 def test_crops_are_squares_of_the_image():
     """A ramp tells where a crop was taken and how large it is"""
     ramp = np.stack(np.broadcast_arrays(*np.meshgrid(np.arange(64), np.arange(64)), 0), 2).astype(np.uint8)

@@ -804,3 +804,29 @@ def test_f1_is_also_measured_at_tuned_thresholds(script, squares, workplace):
     assert result["test_F1_tuned"]["OF1"] == pytest.approx(expected, abs=0.6)  # one image more or less, by rounding
     assert f"OF1 {result['test_F1_tuned']['OF1']:.2f} and CF1 {result['test_F1_tuned']['CF1']:.2f} at tuned" in out
     assert f"{result['test_F1_tuned']['OF1']:.2f} and" in script("an.py", "--eval_only", run)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.999])
+def test_a_share_that_leaves_nothing_is_refused(share, script, squares, workplace):
+    with pytest.raises(SystemExit, match=f"--val_fraction {share} of 100 images leaves none"):
+        script("an.py", "--dataset", squares, *SMALL, "--val_fraction", share)
+    assert not (workplace / "runs").exists()
+
+
+def test_a_checkpoint_of_an_optimizer_that_was_not_fused_is_resumed(script, squares, workplace, monkeypatch):
+    flags = ("--dataset", squares, *SMALL, "--epochs", 2)
+    save = common.Run.save
+
+    def save_unfused(run, *arguments):
+        run.state["optimizer"].param_groups[0]["fused"] = None
+        save(run, *arguments)
+        raise SystemExit("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(common.Run, "save", save_unfused)
+        with pytest.raises(SystemExit, match="killed"):
+            script("an.py", *flags)
+    script("an.py", "--resume", only_run(workplace))
+    last = torch.load(only_run(workplace) / "last.pt", weights_only=True)
+    assert last["optimizer"]["param_groups"][0]["fused"] is True
+    assert last["run"]["epoch"] == 2
