@@ -547,6 +547,8 @@ def read_state(path):
 def read_checkpoint(path):
     """A run's last.pt, best.pt or stage1.pt, if it is whole and belongs to the run whose directory it is in"""
     checkpoint, config = read_state(path), read_config(path.parent)
+    if path.suffix == ".safetensors":  # of predict.py --card, which has the rest in config.json
+        checkpoint = {**config, "model": checkpoint, "identity": identity(config["method"], config["settings"])}
     of_a_run, of_a_model = {"run", "scaler", "embedding_seconds", "inside", "data"}, {"model_class", "probe"}
     needed = of_a_run if path.name in ("last.pt", "inside.pt") else of_a_model
     if missing := ({"model", "classes", "identity"} | needed) - checkpoint.keys():
@@ -561,6 +563,7 @@ def start_from(args):
     resumed = args.resume and (Path(args.resume) / "last.pt").exists()
     run = args.resume if resumed else args.eval_only or args.init_from
     path = Path(run) / ("last.pt" if resumed else "best.pt")
+    path = path if path.exists() else path.with_name("model.safetensors")  # a folder of predict.py --card
     if run and not path.exists():
         die(f"{run} has no best.pt: it is not a run, or was stopped in its first epoch")
     return path if run else None
@@ -607,6 +610,7 @@ def probe(model, size):
 def check_probe(model, size, checkpoint, path):
     """Refuses a model whose code computes something else than what was trained"""
     now, then = probe(model, size), checkpoint.get("probe")
+    then = then if then is None else torch.as_tensor(then)
     if then is not None and not (now.shape == then.shape and torch.allclose(now, then, rtol=0.02, atol=0.05)):
         die(f"the model's code has changed since {path} was trained: with the same weights it gives other logits")
 
@@ -1346,8 +1350,8 @@ class Run:
         if not isinstance(state.get("model"), nn.Module):
             die(f"{self.script.name}: run.epochs needs model=model, which is trained, saved and evaluated")
         if self.args.eval_only:  # the best weights are in place since prepare()
-            tuned = read_checkpoint(Path(self.args.eval_only, "best.pt")).get("thresholds", {}).values()
-            tuned = torch.tensor(list(tuned), device=self.device) if tuned else None
+            tuned = read_checkpoint(start_from(self.args)).get("thresholds")
+            tuned = torch.tensor(list(tuned.values()), device=self.device) if tuned else None
             val, test = (self.measure(state["model"], split, tuned) for split in (self.data.val, self.data.test))
             if rank() == 0:
                 print(f"{self.directory}: {in_words(val['mAP'], test)}")

@@ -1,6 +1,7 @@
 """predict.py: the model of a run, on images of any kind, and carried away"""
 
 import csv
+import importlib.util
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SMALL, finish, only_run, start
+from conftest import LEARNT, ROOT, SMALL, finish, only_run, start
 from PIL import Image
 
 import an
@@ -289,7 +290,9 @@ def test_small_mistakes_give_one_sentence(trained, script, workplace, folder):
         ((trained, folder, "--csv", "no/where.csv"), "no/where.csv can't be written"),
         ((trained,), "name images"),
         ((trained, "--csv", "out.csv", "--export", "model.pt2"), "--csv and --figure are about images"),
-        ((trained, "--export", "model.onnx"), "--export model.onnx: what is written is a .pt2 file"),
+        ((trained, "--export", "model.tflite"), "--export model.tflite: what is written is a .pt2 or .onnx file"),
+        ((trained, "--card", trained), "there is something in this folder"),
+        ((trained, "--card", folder / "a.png"), "a.png can't be written"),
         ((trained, folder, "--to_label", 5), "--to_label and --out belong together"),
         ((trained, folder, "--out", "tasks.json"), "--to_label and --out belong together"),
         ((trained, folder, "--to_label", -1, "--out", "tasks.json"), "--to_label and --out belong together"),
@@ -532,6 +535,133 @@ def test_an_exported_model_that_fails_is_not_a_full_disk(trained, script, workpl
         script("predict.py", trained, "--export", "model.pt2")
 
 
+def test_an_onnx_model_gives_the_same_answers(trained, script, folder, capsys):
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    run_predict(script, trained, folder / "a.png", folder / "deep", "--export", "model.onnx")
+    out = capsys.readouterr().out
+    assert float(re.search(r"on 2 images its probabilities differ by (\S+)", out)[1]) <= 1e-3
+    session = runtime.InferenceSession("model.onnx")
+    about = json.loads(session.get_modelmeta().custom_metadata_map["labels.json"])
+    assert about["classes"] == ["red", "green", "blue", "white"]
+    assert about["thresholds"] == pytest.approx(json.loads((trained / "result.json").read_text())["thresholds"])
+    model, args, _ = predict.load_model(trained, "cpu")
+    original = predict.Portable(model, args.image_size).eval()
+    for shape in ((1, 3, 32, 32), (5, 3, 17, 300), (2, 3, 99, 9)):
+        x = torch.randint(256, shape, dtype=torch.uint8)
+        with torch.no_grad():
+            (p,) = session.run(None, {"pixels": x.numpy()})
+            torch.testing.assert_close(torch.tensor(p), original(x), rtol=0, atol=1e-3)
+
+
+def without(package):
+    find = importlib.util.find_spec
+    return lambda name, *more: None if name == package else find(name, *more)
+
+
+def test_an_onnx_model_is_compared_where_onnxruntime_is(trained, script, workplace, capsys, monkeypatch):
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    model, args, _ = predict.load_model(trained, "cpu")
+    convert = predict.to_onnx
+
+    def broken(program, about):
+        content, portable = convert(program, about)
+        return content, lambda x: portable(x) + 0.002
+
+    monkeypatch.setattr(predict, "to_onnx", broken)
+    with pytest.raises(SystemExit, match=r"from the original's \(1e-03 is allowed\).*none was written"):
+        predict.export(Path("model.onnx"), model, args.image_size, {}, [])
+    assert not list(workplace.iterdir())
+    monkeypatch.undo()
+    monkeypatch.chdir(workplace)
+    monkeypatch.setattr(importlib.util, "find_spec", without("onnxruntime"))
+    predict.export(Path("model.onnx"), model, args.image_size, {}, [])
+    assert "model.onnx: not compared with the original" in capsys.readouterr().out
+    assert Path("model.onnx").stat().st_size > 10**5
+
+
+def test_what_onnx_needs_is_named(trained, script, workplace, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", without("onnxscript"))
+    with pytest.raises(SystemExit, match=r"error: --export model\.onnx needs the package onnxscript"):
+        script("predict.py", trained, "--export", "model.onnx")
+
+
+def test_a_card_is_loaded_as_a_run_is(mine, script, folder, squares, workplace, capsys):
+    run_predict(script, mine, "--card", "first")
+    Path("away").mkdir()
+    card = Path("first").rename("away/squares | mine")
+    assert sorted(os.listdir(card)) == ["README.md", "config.json", "model.safetensors", "script.py"]
+    said = []
+    for run in (mine, card):
+        capsys.readouterr()
+        run_predict(script, run, folder, "--csv", "out.csv")
+        said.append((capsys.readouterr(), Path("out.csv").read_text()))
+    assert said[0] == said[1]
+    config, result = (json.loads(path.read_text()) for path in (card / "config.json", mine / "result.json"))
+    assert (config["method"], config["backbone"], config["image_size"]) == ("ll-r", "resnet_small", 32)
+    assert config["classes"] == ["red", "green", "blue", "white"]
+    assert config["thresholds"] == pytest.approx(result["thresholds"])
+    assert config["settings"]["lr"] == 3e-3
+    weights = torch.load(mine / "best.pt", weights_only=True)["model"]
+    stored = common.read_state(card / "model.safetensors")
+    assert stored.keys() == weights.keys()
+    assert all(torch.equal(stored[name], weights[name]) for name in weights)
+    assert all(str(Path(squares).parent) not in path.read_text() for path in (card / "config.json", card / "README.md"))
+    run_predict(script, card, "--card", "again")
+    assert json.loads(Path("again/config.json").read_text()) == config
+    assert not {"best.pt", "result.json"} & set(os.listdir(card))
+
+
+def test_a_card_says_what_a_hub_wants_to_know(trained, script, workplace):
+    from huggingface_hub import ModelCard
+
+    run_predict(script, trained, "--card", "card")
+    text, result = Path("card/README.md").read_text(), json.loads((trained / "result.json").read_text())
+    header = ModelCard(text).data
+    assert (header.license, header.pipeline_tag) == ("unknown", "image-classification")
+    assert {"multi-label", "an", "resnet_small"} <= set(header.tags)
+    assert f"val mAP {result['val_mAP']:.2f}, test mAP {result['test_mAP']:.2f}, OF1 at 0.5" in text
+    for name in ("red", "green", "blue", "white"):
+        assert f"| {name} | {result['thresholds'][name]:.3f} | {result['test_AP'][name]:.3f} |\n" in text
+
+
+def test_a_card_is_measured_and_started_from(trained, script, squares, workplace):
+    run_predict(script, trained, "--card", "card")
+    root, found = ("--data_root", Path(squares).parent, "--workers", 0), sorted(os.listdir("card"))
+    measured = script("an.py", "--eval_only", trained, "--workers", 0).split(": ")[-1]
+    assert "at tuned thresholds" in measured
+    assert script("an.py", "--eval_only", "card", *root).endswith(measured)
+    assert sorted(os.listdir("card")) == found
+    out = script("an.py", "--dataset", squares, *SMALL, "--init_from", "card", "--epochs", 1, "--lr", 1e-9)
+    assert float(re.search(r"test mAP (\S+),", out)[1]) > LEARNT
+
+
+def test_a_card_without_true_labels_to_measure_with():
+    config = {"method": "an", "backbone": "resnet50", "image_size": 448, "thresholds": None, "classes": ["a|b", "c"]}
+    text = predict.card(config | {"settings": {"dataset": "x"}}, "mine")
+    assert "no true labels to measure with" in text
+    assert text.endswith("|---|---|---|\n| a\\|b | - | - |\n| c | - | - |\n")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"probe": [[0.0] * 4] * 2}, "the model's code has changed"),
+        ({"probe": "none"}, "can't be built again"),
+        ({"classes": ["red"]}, "doesn't fit the model"),
+        ({"thresholds": {"red": 0.5}}, "config.json has no threshold for green"),
+        ({"thresholds": [0.5]}, "thresholds should be a number for every class"),
+    ],
+)
+def test_a_card_that_was_changed_gives_one_sentence(trained, script, folder, workplace, changes, expected):
+    run_predict(script, trained, "--card", "card")
+    config = json.loads(Path("card/config.json").read_text()) | changes
+    Path("card/config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit, match=f"^error: .*{expected}.*$"):
+        script("predict.py", "card", folder)
+
+
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
@@ -543,7 +673,7 @@ def test_an_exported_model_that_fails_is_not_a_full_disk(trained, script, workpl
 def test_other_models_are_built_again(script, squares, workplace, name, flags, capsys):
     script(name, "--dataset", squares, *SMALL, "--epochs", 1, "--max_steps", 2, "--workers", 0, *flags)
     images = f"{squares}/images/val_0.png", f"{squares}/images/val_1.png"
-    run_predict(script, only_run(workplace), *images, "--export", "model.pt2")
+    run_predict(script, only_run(workplace), *images, "--export", "model.pt2", "--card", "card")
     assert "on 2 images" in capsys.readouterr().out
     assert torch.export.load("model.pt2").module()(torch.zeros(5, 3, 20, 90, dtype=torch.uint8)).shape == (5, 4)
 
