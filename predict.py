@@ -23,7 +23,6 @@ import logging
 import math
 import os
 import random
-import shlex
 import signal
 import sys
 import urllib.parse
@@ -201,6 +200,11 @@ def say(line):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def write(path, content):
+    with common.replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
 def write_csv(path, files, p, classes):
     with common.replacing(path) as temporary, open(temporary, "w", newline="") as file:
         writer = csv.writer(file)
@@ -257,17 +261,10 @@ def write_tasks(path, folder, files, p, thresholds, classes, drawn, model):
         choice = {"from_name": "labels", "to_name": "image", "type": "choices", "value": {"choices": found}}
         prediction = {"model_version": model, "result": [choice] if found else [], "score": score}
         tasks.append({"data": {"image": address, "file": name, "drawn": drawn}, "predictions": [prediction]})
-    choices = "".join(f"    <Choice value={quoteattr(name)}/>\n" for name in classes)
-    view = f"""<View>
-  <Image name="image" value="$image"/>
-  <Choices name="labels" toName="image" choice="multiple" showInline="true">
-{choices}  </Choices>
-</View>
-"""
-    with common.replacing(path) as temporary:
-        temporary.write_text(json.dumps(tasks, indent=1) + "\n")
-    with common.replacing(path.with_suffix(".xml")) as temporary:
-        temporary.write_text(view, encoding="utf-8")
+    choices = "\n".join(f"<Choice value={quoteattr(name)}/>" for name in classes)
+    choices = f'<Choices name="labels" toName="image" choice="multiple" showInline="true">\n{choices}\n</Choices>'
+    data_prep.write_json(path, tasks)
+    write(path.with_suffix(".xml"), f'<View>\n<Image name="image" value="$image"/>\n{choices}\n</View>\n'.encode())
     served = f"LABEL_STUDIO_LOCAL_FILES_SERVING_ENABLED=true LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT={home.parent}"
     return f"""start Label Studio with {served}
 in its project, paste {path.with_suffix(".xml")} as labelling interface, add {home} as local storage without syncing it,
@@ -340,8 +337,7 @@ def export(path, model, size, about, files):
             f"the exported model's probabilities differ by {apart:.1e} from the original's ({allowed:.0e} is allowed) "
             f"and by {by_pil:.1e} from those of images squashed by PIL ({CLOSE:g} is allowed): none was written"
         )
-    with common.replacing(path) as temporary:
-        temporary.write_bytes(content)
+    write(path, content)
     if not portable:
         say(f"{path}: not compared with the original, for which the package onnxruntime is needed")
         return
@@ -352,28 +348,23 @@ def export(path, model, size, about, files):
 
 # ---- 6. A folder for a model hub
 
-NUMBERS = ("val_mAP", "test_mAP", "test_F1", "test_F1_tuned", "test_AP")
-
 
 def write_card(folder, run, settings, classes, tuned):
     """All that load_model needs, with nothing of this machine in it: paths become names"""
     checkpoint, method = common.read_checkpoint(common.start_from(settings)), common.read_config(Path(run))["method"]
     kept = {name: value for name, value in asdict(settings).items() if name not in common.RESUME_MAY_CHANGE}
     kept = {name: Path(v).name if isinstance(v, str) and os.path.isabs(v) else v for name, v in kept.items()}
-    config = {"method": method, "backbone": kept.get("backbone", "a model"), "image_size": settings.image_size}
+    config = {"method": method, "backbone": kept.get("backbone", method), "image_size": settings.image_size}
     config |= {"classes": classes, "thresholds": None if tuned is None else dict(zip(classes, tuned.tolist()))}
     config |= {"settings": kept, "processes": 1, "model_class": checkpoint["model_class"], "probe": checkpoint["probe"]}
     config |= {"probe": config["probe"].tolist()} if torch.is_tensor(config["probe"]) else {}
-    config |= common.known({name: checkpoint[name] for name in NUMBERS if name in checkpoint})
-
+    numbers = {"val_mAP", "test_mAP", "test_F1", "test_F1_tuned", "test_AP"} & checkpoint.keys()
+    config |= common.known({name: checkpoint[name] for name in sorted(numbers)})
     data_prep.make_folder(folder)
-    with common.replacing(folder / "model.safetensors") as temporary:
-        weights = {name: value.clone().contiguous() for name, value in checkpoint["model"].items()}
-        temporary.write_bytes(safetensors.torch.save(weights))
-    with common.replacing(folder / "script.py") as temporary:
-        temporary.write_bytes((Path(run) / "script.py").read_bytes())
-    with common.replacing(folder / "README.md") as temporary:
-        temporary.write_text(card(config, folder.resolve().name), encoding="utf-8")
+    weights = {name: value.clone().contiguous() for name, value in checkpoint["model"].items()}
+    write(folder / "model.safetensors", safetensors.torch.save(weights))
+    write(folder / "script.py", (Path(run) / "script.py").read_bytes())
+    write(folder / "README.md", card(config, folder.resolve().name).encode())
     data_prep.write_json(folder / "config.json", config)  # the last: without it the folder is none to load
     load_model(folder, "cpu")
     say(f"{folder}: {', '.join(sorted(os.listdir(folder)))}; choose a license in README.md before you publish it")
@@ -401,7 +392,7 @@ trained by `{config["method"]}.py` on {escape(Path(config["settings"]["dataset"]
 With the code of *Single-positive multi-label learning, one file per method*, which executes `script.py`:
 
 ```sh
-python predict.py {shlex.quote(name)} photos
+python predict.py FOLDER photos
 ```
 
 `model.safetensors` holds the weights, `config.json` the settings. A label applies from its threshold on, tuned on
@@ -424,10 +415,9 @@ if __name__ == "__main__":
     if (args.csv or args.figure) and not args.images:
         common.die("--csv and --figure are about images: name some, or folders of them")
     endings = {"figure": [".png"], "out": [".json", ".csv"], "export": [*SAME]}
-    for flag, path in ((flag, getattr(args, flag)) for flag in endings):
-        if path and Path(path).suffix not in endings[flag]:
-            wanted = " or ".join(endings[flag])
-            common.die(f"--{flag} {path}: what is written is a {wanted} file, so give it that ending")
+    for flag, wanted in endings.items():
+        if (path := getattr(args, flag)) and Path(path).suffix not in wanted:
+            common.die(f"--{flag} {path}: what is written is a {' or '.join(wanted)} file, so give it that ending")
     if args.export.endswith(".onnx") and not importlib.util.find_spec("onnxscript"):
         common.die(f"--export {args.export} needs the package onnxscript, and onnxruntime to compare: pip install both")
     if args.card and any(Path(args.card).glob("*")):
@@ -474,11 +464,10 @@ if __name__ == "__main__":
         chosen = list(order[: args.to_label])
         files, p = [files[row] for row in chosen], p[chosen]
         drawn = f"at random, seed {args.seed}" if at_random else "by uncertainty: to train with, not to measure with"
+        say(f"{args.out}: {len(files)} of {len(paths)} files, {drawn}")
         folder, version = Path(args.images[0]), Path(args.run).resolve().name
         advice = write_tasks(Path(args.out), folder, files, p, thresholds, classes, drawn, version)
-        use = "--val" if at_random else "--labels"
-        say(f"{args.out}: {len(files)} of {len(paths)} files, {drawn}; data_prep.py custom {use} takes them back")
-        for line in advice.splitlines():
+        for line in (*advice.splitlines(), f"data_prep.py custom {'--val' if at_random else '--labels'} takes it back"):
             say(line)
     if files and args.csv:
         write_csv(Path(args.csv), files, p, classes)
@@ -486,8 +475,8 @@ if __name__ == "__main__":
         draw(Path(args.figure), files[:ON_A_FIGURE], p, thresholds, classes, args.top)
         say(f"{args.figure}: {len(files[:ON_A_FIGURE])} of {len(files)} images")
     if args.export:
-        tuned = torch.full((len(classes),), 0.5) if tuned is None else tuned
-        about = {"classes": classes, "thresholds": dict(zip(classes, tuned.tolist())), "run": args.run}
+        exported = find_thresholds("0.5", None, classes) if tuned is None else tuned
+        about = {"classes": classes, "thresholds": dict(zip(classes, exported.tolist())), "run": args.run}
         about |= {"input": "uint8 RGB (B, 3, H, W)", "output": "probabilities (B, C)"}
         export(Path(args.export), model, settings.image_size, about, files[:CHECKED])
     if args.card:

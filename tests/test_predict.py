@@ -351,7 +351,8 @@ def album(workplace, squares):
 def test_images_to_label_come_back_as_validation_images(trained, script, album, capsys, ending):
     run_predict(script, trained, "album", "--to_label", 6, "--seed", 1, "--out", f"tasks.{ending}", code=1)  # notes.txt
     out = capsys.readouterr().out
-    assert f"tasks.{ending}: 6 of 25 files, at random, seed 1; data_prep.py custom --val takes them back" in out
+    assert f"tasks.{ending}: 6 of 25 files, at random, seed 1\n" in out
+    assert out.endswith("data_prep.py custom --val takes it back\n")
     answers = [[], ["red"], ["white", "blue"], ["green"], ["red", "green", "blue", "white"]]
     if ending == "json":  # as Label Studio exports it, the last task skipped
         done = json.loads(Path("tasks.json").read_text())
@@ -429,7 +430,7 @@ def test_uncertain_images_are_marked(trained, script, album, capsys):
     (album / "notes.txt").unlink()
     run_predict(script, trained, album, "--to_label", 24, "--to_label_by", "uncertainty", "--out", "all.json")
     run_predict(script, trained, album, "--to_label", 3, "--to_label_by", "uncertainty", "--out", "three.json")
-    assert "by uncertainty: to train with, not to measure with" in capsys.readouterr().out
+    assert re.search("by uncertainty: to train with, not to measure with\n(?s:.*)--labels", capsys.readouterr().out)
     every, three = (json.loads(Path(name).read_text()) for name in ("all.json", "three.json"))
     assert three == every[:3]
     scores = [task["predictions"][0]["score"] for task in every]
@@ -491,10 +492,13 @@ def test_tuned_thresholds_are_exported_where_there_are_some(trained, script, wor
     tuned, half = result.pop("thresholds"), dict.fromkeys(common.read_state(trained / "best.pt")["classes"], 0.5)
     (workplace / "no_validation/result.json").write_text(json.dumps(result))
     for run, expected in ((trained, tuned), ("old", half), ("no_validation", half)):
-        run_predict(script, run, "--export", "model.pt2")
+        card = workplace / f"card of {Path(run).name}"
+        run_predict(script, run, "--export", "model.pt2", "--card", card)
         about = {"labels.json": ""}
         torch.export.load("model.pt2", extra_files=about)
         assert json.loads(about["labels.json"])["thresholds"] == pytest.approx(expected)
+        on_card = json.loads((card / "config.json").read_text())["thresholds"]
+        assert on_card == (None if expected is half else pytest.approx(expected))
 
 
 def test_an_export_that_differs_is_not_written(trained, script, workplace, monkeypatch):
