@@ -305,14 +305,14 @@ LAC = ("lac.py", "--dim", 16, "--ffn", 16, "--project_dim", 8, "--queue", 16)
 
 @pytest.mark.slow  # minutes, and a C++ compiler
 @pytest.mark.parametrize(
-    ("words", "epochs", "graphs"),  # graphs after each epoch: of training and of evaluation, then none
+    ("words", "epochs", "first"),  # graphs after the first epoch: of training and of evaluation
     [
-        (("an.py",), 3, [2, 2, 2]),
-        (("an.py", "--linear"), 3, [2, 2, 2]),
-        (LAC, 2, [3, 3, 4, 4]),  # its views are the script's, so a short batch is met first; then L_LAC's projections
+        (("an.py",), 3, {2}),
+        (("an.py", "--linear"), 3, {2}),
+        (LAC, 2, {2, 3}),  # of a CPU's code one fits a range of batch sizes only; a stage has two epochs here
     ],
 )
-def test_nothing_is_compiled_twice(words, epochs, graphs, script, squares, monkeypatch):
+def test_nothing_is_compiled_after_the_first_epoch(words, epochs, first, script, squares, monkeypatch):
     """Short last batches everywhere: 8 of 9 in training, 20 and 36 of 64 in evaluation"""
     from torch._dynamo.utils import counters
 
@@ -328,7 +328,8 @@ def test_nothing_is_compiled_twice(words, epochs, graphs, script, squares, monke
     flags = ("--dataset", squares, *SMALL, "--batch_size", 9, "--epochs", epochs, "--workers", 0, "--compile")
     script(*words, *flags)
     assert not counters["graph_break"]
-    assert found == graphs
+    assert found[0] in first
+    assert all(len(set(found[at : at + epochs])) == 1 for at in range(0, len(found), epochs))  # in each stage
 
 
 def test_penalties_train(script, squares, workplace):
