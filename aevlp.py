@@ -80,8 +80,11 @@ PRESETS = {  # the defaults are VOC's
     | dict(eta=0.001, graph_u=50, graph_tau=0.2),
     "cub": dict(epochs=10, w=(0.0, 10.0), b=(-4.0, -8.0), nu=0.005, zeta_global=0.005, tau=0.1, k=32, lambda1=0.2)
     | dict(lambda2=0.8, eta=0.01, grid=5, graph_u=312),
+    # frozen features: chosen on validation; your own images without a GPU: small enough for it
+    "--linear": dict(epochs=20, lr=1e-5, refresh_every=20),
+    "--device cpu": dict(linear=True, backbone="tf_efficientnet_lite0", image_size=224, clip_model="ViT-B-32"),
     # made here; chosen on its validation set
-    "scenes": dict(epochs=15, lr=1e-3, image_size=64, backbone="resnet_small", weights="none")
+    "scenes": dict(epochs=24, lr=1e-3, image_size=64, backbone="resnet_small", weights="none")
     | dict(clip_model="scenes", head_lr=1.0, grid=2, tau=0.07, zeta_global=0.4, refresh_every=5),
 }
 
@@ -224,9 +227,9 @@ if __name__ == "__main__":
     texts = common.prompts(args.prompt, data.classes) if args.damp else []
     clip = common.Clip(args, run.device) if args.damp and not args.eval_only else None
     eta = args.eta if args.damp else 0.0
-    if eta and not args.positives and data.val is None:
+    m = args.positives or data.positives_per_image()
+    if eta and not m:
         common.die("without validation labels R needs the number of --positives per image, or --eta 0")
-    m = args.positives or (data.val.y.sum(1).float().mean().item() if data.val else 0.0)
     model = run.prepare(common.Classifier(args, len(data.classes)), data)
     # new vs an.py: the head has a learning rate of its own
     head = list(common.unwrap(model).head.parameters())

@@ -33,8 +33,11 @@ PRESETS = {  # the defaults are VOC's
     "coco": dict(batch_size=16),
     "nus": dict(batch_size=16),
     "cub": dict(lr=1e-4),
+    # frozen features: chosen on validation; your own images without a GPU: small enough for it
+    "--linear": dict(epochs=20, lr=1e-4),
+    "--device cpu": dict(linear=True, backbone="tf_efficientnet_lite0", image_size=224),
     # made here; chosen on its validation set
-    "scenes": dict(epochs=15, lr=1e-3, image_size=64, backbone="resnet_small", weights="none"),
+    "scenes": dict(epochs=24, lr=1e-3, image_size=64, backbone="resnet_small", weights="none"),
 }
 
 # ---- 2. Method

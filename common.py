@@ -85,6 +85,8 @@ class Args:
     init_from: str = ""  # run directory whose best weights are the initial ones
     known_ratio: Share = 0.0  # share of ALL positives that is observed (0: one positive per image)
     val_fraction: ShareBelow1 = 0.2  # share of the train file held out for validation (0: none, the last epoch counts)
+    recall: Share = 0.7  # validation without full labels: share of a class's known labels that its threshold finds
+    labels_per_image: NonNegative = 0.0  # validation without full labels: expected labels per image, instead of recall
     device: str = "auto"  # device: auto, cpu, cuda, cuda:1, ...
     workers: Workers = -1  # loader threads (-1: automatic); no effect on results
     pixels: Literal["auto", "device", "loader"] = "auto"  # cached pixels: in device memory (auto: if they fit) or not
@@ -101,11 +103,13 @@ class Args:
 
 RESUME_MAY_CHANGE = {"data_root", "out", "name", "device", "workers", "tensorboard", "resume", "eval_only"}
 RESUME_MAY_CHANGE |= {"save_minutes", "pixels"}
+KNOWN = dict.fromkeys(("voc", "voc2007"))  # data sets whose settings are the scripts' defaults
+CPU = "--device cpu"  # in PRESETS: your own images without a GPU
 
 
 def parse(args_class, presets, argv=None):
-    """Command line -> args_class. Precedence: default < presets[dataset] < command line; with --resume or --eval_only
-    the run's own settings replace the first two. With --known_ratio, presets["<dataset> partial"] if there is one."""
+    """Command line -> args_class. Precedence: default < presets < command line; with --resume or --eval_only the run's
+    own settings replace the first two."""
     sys.excepthook = data_prep.explain
     argv = sys.argv[1:] if argv is None else argv
     if missing := {"epochs", "batch_size", "image_size"} - {field.name for field in fields(args_class)}:
@@ -114,8 +118,8 @@ def parse(args_class, presets, argv=None):
     cli = partial(tyro.cli, args_class, use_underscores=True, description=about)
     first = cli(args=[word for word in argv if word not in ("-h", "--help")])  # which preset, or which run
     earlier = first.resume or first.eval_only
-    preset = partial(preset_settings, args_class, presets, first.dataset, first.known_ratio > 0)
-    start = read_run_settings(args_class, earlier) if earlier else preset()
+    presets = {name: row for name, row in presets.items() if name != CPU or "--no_linear" not in argv}
+    start = read_run_settings(args_class, earlier) if earlier else preset_settings(args_class, presets, first)
     args = cli(args=argv, default=start)
     changed = [f.name for f in fields(args) if getattr(args, f.name) != getattr(start, f.name)]
     if refused := [f"--{name}" for name in changed if earlier and name not in RESUME_MAY_CHANGE]:
@@ -124,6 +128,14 @@ def parse(args_class, presets, argv=None):
     if args.name and (earlier or not re.fullmatch(r"\w[\w.+-]*", args.name)):
         fix = "leave it out, the run has a directory" if earlier else "a name is made of letters, digits and . + - _"
         die(f"--name {args.name}: {fix}")
+    if not earlier and Path(args.dataset).name not in presets | KNOWN and os.environ.get("RANK", "0") == "0":
+        shown = [name for name in ("linear", "freeze_backbone") if getattr(args, name, False)]
+        shown += [f"{name} {getattr(args, name)}" for name in ("backbone", "image_size", "lr") if hasattr(args, name)]
+        shown += [
+            f"{name} {getattr(args, name)}" for name in ("batch_size", "epochs", "clip_model") if hasattr(args, name)
+        ]
+        why = f"{args.dataset} has no preset" + (" and there is no GPU" if on_cpu(args) else "")
+        print(f"{why}: --{' --'.join(shown)}; change them by these flags", flush=True)
     return args
 
 
@@ -138,11 +150,26 @@ def check_ranges(args):
                     die(f"--{name} must be {limit.words}, not {number}")
 
 
-def preset_settings(args_class, presets, dataset, known_ratio):
-    name = Path(dataset).name
-    preset = presets.get(f"{name} partial" if known_ratio else name, presets.get(name, {}))
+def on_cpu(args):
+    return args.device == "cpu" or (args.device == "auto" and not torch.cuda.is_available())
+
+
+def preset_settings(args_class, presets, given):
+    """The settings if nothing but `given` data set, --known_ratio, --linear and --device were said: presets[dataset],
+    with --known_ratio presets["<dataset> partial"] if there is one. Your own images on a CPU have presets[CPU], unless
+    the model is chosen by hand. presets["--linear"] comes on top."""
+    name, plain = Path(given.dataset).name, args_class()
+    preset = presets.get(f"{name} partial" if given.known_ratio else name, presets.get(name, {}))
+    laptop = presets.get(CPU, {})
+    own = lambda setting: (
+        getattr(given, setting, 0) in (value := getattr(plain, setting, 0), laptop.get(setting, value))
+    )
+    if name not in presets | KNOWN and on_cpu(given) and all(map(own, ("linear", "backbone", "init_from"))):
+        preset = laptop
+    if given.linear or preset.get("linear"):
+        preset = preset | presets.get("--linear", {})
     try:
-        return args_class(dataset=dataset, **preset)
+        return args_class(dataset=given.dataset, **preset)
     except TypeError as problem:
         die(f"PRESETS of {name} doesn't fit Args: {problem}")
 
@@ -233,6 +260,10 @@ def gather_objects(mine):
     return values
 
 
+def in_minutes(seconds):
+    return f"{seconds / 3600:.1f} hours" if seconds > 5400 else f"{max(1, round(seconds / 60))} minutes"
+
+
 def progress(items, what, **more):
     hidden = rank() > 0 or not sys.stderr.isatty()
     return tqdm(items, desc=what, leave=False, disable=hidden, dynamic_ncols=True, **more)
@@ -253,7 +284,7 @@ class Split:
     images: data_prep.Images
     rows: np.ndarray  # this split's rows in its formatted file
     y: torch.Tensor | None  # (N, C) full labels, for evaluation and upper bounds; your own images may have none
-    z: torch.Tensor | None = None  # (N, C) observed labels, of the training split
+    z: torch.Tensor | None = None  # (N, C) observed labels, of training and of validation images without full ones
     features: tuple = ()  # with --linear: embeddings of the plain and, in training, of the flipped images, (N, D) each
     pixels: torch.Tensor | None = None  # (N, H, W, 3) uint8 on the device, where Loader.hold has put them
 
@@ -282,8 +313,12 @@ class Split:
 class Data:
     classes: list
     train: Split
-    val: Split | None  # your own images may come without
+    val: Split | None  # your own images may come without, or have only the labels that are known
     test: Split | None
+
+    def positives_per_image(self):
+        """Mean of the validation labels; 0 where nobody knows"""
+        return 0.0 if self.val is None or self.val.y is None else self.val.y.sum(1).float().mean().item()
 
     def splits(self):
         return {name: split for name in ("train", "val", "test") if (split := getattr(self, name))}
@@ -314,11 +349,14 @@ def load(args, device="cpu"):
         return Split(images[part], rows, full, **more)
 
     train_rows, val = np.arange(len(z)), split("valid") if "valid" in y else None  # your own images: files, or none
-    if "train" in y and "valid" not in y and args.val_fraction:
+    if "valid" not in y and args.val_fraction:
         train_rows, val_rows = split_indices(len(z), args.val_fraction)
+        if "train" not in y:  # only known labels: no class loses its last training image
+            alone = z[val_rows][:, ~z[train_rows].any(0)].any(1)
+            train_rows, val_rows = np.sort(np.append(train_rows, val_rows[alone])), val_rows[~alone]
         if not (len(val_rows) and len(train_rows)):
             die(f"--val_fraction {args.val_fraction} of {len(z)} images leaves none for validation or for training")
-        val = split("train", val_rows)
+        val = split("train", val_rows, z=None if "train" in y else torch.from_numpy(z[val_rows]).to(device))
     train = split("train", train_rows, z=torch.from_numpy(z[train_rows]).to(device))
     test = split("val") if "val" in y else None
     if args.smoke:  # two batches and a short one
@@ -653,8 +691,11 @@ class EmbeddingCache:
             }
             mine = {part: parts[part] for part in list(parts)[rank() :: world()] if part not in there}
             total, started = sum(len(idx) for batches in mine.values() for idx in batches), time.perf_counter()
-            for part in progress(mine, f"embedding {what}", unit=f" x {size} {unit}"):
+            for done, part in enumerate(progress(mine, f"embedding {what}", unit=f" x {size} {unit}"), 1):
                 data_prep.write_rows(part, [batch.float().cpu().numpy() for batch in encode(mine[part])])
+                to_go = (time.perf_counter() - started) * (len(mine) - 1)
+                if rank() == 0 and done == 1 and to_go > 60:
+                    print(f"embedding {what}: {n} {unit}, about {in_minutes(to_go)} to go", flush=True)
             if rank() == 0 and total:
                 seconds = time.perf_counter() - started
                 print(f"embedded {what}: {total} in {seconds:.1f} s, {total / seconds:.0f} {unit}/s", flush=True)
@@ -960,7 +1001,8 @@ class Run:
         self.checkpoint, self.passes, self.saved = {}, 0, time.monotonic()  # last.pt, if it is resumed inside an epoch
         self.epoch, self.last_epoch, self.steps = 0, args.epochs, 0
         self.rows, self.earlier = [], []  # a row of metrics per epoch; results of the stages before the last
-        self.best, self.began_at = {"epoch": 0, "val_mAP": -1.0}, 0  # and the epoch before this stage's first
+        self.best, self.began_at = {"epoch": 0}, 0  # and the epoch before this stage's first
+        self.foretold = False  # how long all of it will take
         self.seen, self.began, self.training_began = 0, 0.0, 0.0  # images and times of this epoch
         self.logged, self.counts, self.unchecked, self.batch = {}, [], [], 0  # of this epoch too
         self.idx, self.weight, self.stepped = None, 1.0, True  # this batch
@@ -1054,9 +1096,11 @@ class Run:
         """The model on its device, ready to train; with --linear also the data, embedded by its frozen backbone"""
         self.data, start = data, start_from(self.args)
         self.check_model(model)
-        if not data.val and rank() == 0:
-            blank = "" if data.train.y is not None else ", and what needs true labels is left blank"
-            print(f"no fully labelled validation images: the last epoch is kept{blank}")
+        if rank() == 0 and (data.val is None or data.val.y is None):
+            how = "the last epoch is kept"
+            if data.val:
+                how = f"{len(data.val)} of the training images choose the epoch, by the mAP of their known labels"
+            print(f"no fully labelled validation images: {how}")
         if start:
             checkpoint = load_weights(model, start, data.classes)
             if self.args.resume or self.args.eval_only:
@@ -1165,7 +1209,24 @@ class Run:
             self.in_batches = True
             yield self.of_any_length(x), split.z[self.idx], self.idx
             self.in_batches = False
+            self.foretell(at - done, len(split), total)
             self.save_inside(at, total)
+
+    def foretell(self, steps, images, total):
+        """One line about how long training will take, once some steps are measured; without a terminal too"""
+        elapsed = time.perf_counter() - self.training_began
+        if self.foretold or steps < 3 or elapsed < 10:
+            return
+        evaluated = sum(len(split) for split in (self.data.val, self.data.test) if split)
+        epochs = self.last_epoch - self.epoch + 1
+        seconds = elapsed / steps * total * epochs * (1 + evaluated / images / 3)  # no backward: a third
+        self.foretold = True
+        if rank() == 0 and seconds > 60:
+            slow = self.device.type == "cpu" and seconds > 3600 and not self.args.linear
+            advice = (
+                "; on a CPU, --linear takes minutes, a smaller --backbone or --image_size less time" if slow else ""
+            )
+            print(f"about {in_minutes(seconds)} to go for {epochs} epochs of {total} steps{advice}", flush=True)
 
     def of_any_length(self, x):
         """A batch of which --compile makes one graph for all batch sizes, the last and short one's too"""
@@ -1268,6 +1329,23 @@ class Run:
             self.give_up(f"the model's outputs are not finite after epoch {self.epoch}")
         return logits
 
+    @property
+    def criterion(self):
+        """The column of metrics.csv that chooses the best epoch"""
+        return "val_mAP" if self.data.val is None or self.data.val.y is not None else "val_known_mAP"
+
+    def judge(self, logits):
+        """mAP of the validation images or, where nobody has labelled them in full, that of their known labels against
+        all others: too low, but higher for a better model"""
+        val = self.data.val
+        return mean_average_precision(logits, val.z if val.y is None else val.y) if val else math.nan
+
+    def tune_thresholds(self, scores):
+        val, args = self.data.val, self.args
+        if val.y is not None:
+            return best_f1_thresholds(scores, val.y)
+        return known_label_thresholds(scores, val.z, args.recall, args.labels_per_image)
+
     def measure(self, model, split, thresholds=None):
         """`thresholds` are those of the classes, tuned on validation, for F1_tuned"""
         if not split:
@@ -1287,15 +1365,15 @@ class Run:
             share_statistics(each)
         images_per_s = self.seen / (time.perf_counter() - self.training_began)
         logits = {name: self.predict(each, data.val) for name, each in models.items() if data.val}
-        mAP = {name: mean_average_precision(logits[name], data.val.y) if data.val else math.nan for name in models}
+        mAP, best = {name: self.judge(logits.get(name)) for name in models}, self.best.get(self.criterion, -1.0)
         chosen = max(mAP, key=mAP.get) if data.val else list(models)[-1]
-        row |= {"val_mAP": mAP[chosen], **{f"val_mAP_{name}": mAP[name] for name in models if others}}
-        better = data.val is None or row["val_mAP"] > self.best["val_mAP"]  # without validation the last is kept
-        drop = self.best["val_mAP"] - row["val_mAP"]
+        row |= {self.criterion: mAP[chosen], **{f"{self.criterion}_{name}": mAP[name] for name in models if others}}
+        better = data.val is None or mAP[chosen] > best  # without validation the last is kept
+        drop = best - mAP[chosen]
         if not (better or self.args.smoke) and (self.stale(row, others) or drop > max_drop):
             self.last_epoch = self.epoch  # early stopping
         due = self.finished or (better and data.val)
-        thresholds = best_f1_thresholds(logits[chosen].sigmoid(), data.val.y) if due and data.val else None
+        thresholds = self.tune_thresholds(logits[chosen].sigmoid()) if due and data.val else None
         test = self.measure(models[chosen], data.test if due else None, thresholds)
         if others and self.finished and not data.val:  # nothing to choose between them by
             rest = {name: self.measure(models[name], data.test) for name in models if name != chosen}
@@ -1303,7 +1381,7 @@ class Run:
         row |= {"test_mAP": test["mAP"], "images_per_s": images_per_s, "seconds": time.perf_counter() - self.began}
         self.rows.append(row)
         if better:
-            self.best = {"epoch": self.epoch, "val_mAP": row["val_mAP"], **{f"test_{k}": v for k, v in test.items()}}
+            self.best = {"epoch": self.epoch, self.criterion: mAP[chosen], **{f"test_{k}": v for k, v in test.items()}}
             if data.val:
                 self.best["thresholds"] = dict(zip(data.classes, thresholds.tolist()))
         if rank() == 0 and better:
@@ -1320,7 +1398,7 @@ class Run:
         """Have more than --patience epochs passed since the best of this stage, of the raw weights and of each other
         model (an EMA), and are the others below their best? An EMA that still rises is waited for."""
         rows, patience = [*self.rows[self.began_at :], row], getattr(self.args, "patience", -1)
-        names = ["val_mAP", *(f"val_mAP_{name}" for name in ("raw", *others) if others)]
+        names = [self.criterion, *(f"{self.criterion}_{name}" for name in ("raw", *others) if others)]
         best = [max(rows, key=lambda earlier: earlier[name]) for name in names]
         falling = all(row[name] < its[name] for name, its in zip(names[2:], best[2:]))
         return 0 <= patience < self.epoch - max(its["epoch"] for its in best) and falling
@@ -1352,9 +1430,10 @@ class Run:
         if self.args.eval_only:  # the best weights are in place since prepare()
             tuned = read_checkpoint(start_from(self.args)).get("thresholds")
             tuned = torch.tensor(list(tuned.values()), device=self.device) if tuned else None
-            val, test = (self.measure(state["model"], split, tuned) for split in (self.data.val, self.data.test))
+            val = self.judge(self.predict(state["model"], self.data.val) if self.data.val else None)
+            test = self.measure(state["model"], self.data.test, tuned)
             if rank() == 0:
-                print(f"{self.directory}: {in_words(val['mAP'], test)}")
+                print(f"{self.directory}: {in_words({self.criterion: val}, test)}")
         elif self.args.resume:
             self.restore()
         while self.checkpoint or not (self.finished or self.args.eval_only):
@@ -1387,14 +1466,15 @@ class Run:
         and in result.json. -> False where --max_steps are used up"""
         if 0 < self.args.max_steps <= self.steps:
             return False
-        results = {name: value for name, value in known(self.best).items() if name in ("epoch", "val_mAP", "test_mAP")}
+        shown = "epoch", self.criterion, "test_mAP"
+        results = {name: value for name, value in known(self.best).items() if name in shown}
         if rank() == 0:
             with replacing(self.directory / keep) as temporary:
                 shutil.copy(self.directory / "best.pt", temporary)
             print(f"{keep}: best {', '.join(f'{name} {value:.4g}' for name, value in results.items())}", flush=True)
         barrier()
         self.earlier.append(results)
-        self.best, self.last_epoch = {"epoch": self.epoch, "val_mAP": -1.0}, self.epoch + epochs
+        self.best, self.last_epoch = {"epoch": self.epoch}, self.epoch + epochs
         self.began_at = self.epoch
         return True
 
@@ -1523,7 +1603,8 @@ class Run:
         best, last, data = self.best, self.rows[-1], self.data
         there = data.test.y.amax(0).tolist() if data.test else []
         empty = [name for name, any_of_it in zip(data.classes, there) if not any_of_it]
-        result = {"best_epoch": best["epoch"], **best, "last_epoch": last["epoch"], "last_test_mAP": last["test_mAP"]}
+        result = {"best_epoch": best["epoch"], "val_mAP": math.nan, **best}
+        result |= {"last_epoch": last["epoch"], "last_test_mAP": last["test_mAP"]}
         result |= {"classes_without_test_positives": empty, "seconds": sum(row["seconds"] for row in self.rows)}
         result |= {"embedding_seconds": self.cache.seconds, **self.summaries}
         result |= {"earlier_stages": self.earlier} if self.earlier else {}
@@ -1534,9 +1615,26 @@ class Run:
             names = data_prep.printable(", ".join(empty))
             print(f"{len(empty)} classes have no positive in the test set and count as AP 0: {names}")
         chosen = f"best epoch {best['epoch']}" if data.val else f"last epoch {best['epoch']} (no validation)"
-        shown = in_words(best["val_mAP"], {name: best.get(f"test_{name}", {}) for name in ("mAP", "F1", "F1_tuned")})
+        test = {name: best.get(f"test_{name}", {}) for name in ("mAP", "F1", "F1_tuned")}
+        shown = in_words({self.criterion: best[self.criterion]}, test)
         shown += f" (last epoch {last['test_mAP']:.2f})" if data.test else ""
         print(f"{chosen}: {shown}; {self.directory}/curve.png", flush=True)
+        self.advise()
+
+    def advise(self):
+        """What the curve of the last stage suggests"""
+        args, best, first, last = self.args, self.best["epoch"], self.began_at + 1, self.epoch
+        if self.data.val and self.data.val.y is None:
+            how = f"{100 * args.recall:.0f} % of its known labels are found"
+            if args.labels_per_image:
+                how = f"images have {args.labels_per_image:g} labels on average"
+            print(f"thresholds are such that per class {how}; nobody knows how many of the labels given are right")
+        if args.smoke or args.max_steps or not self.data.val or last - first < 2:
+            return
+        if best == last == self.last_epoch:
+            print(f"note: {self.criterion} still rose in the last epoch: try more --epochs or a higher --lr")
+        if best == first:
+            print("note: the first epoch was the best: try a lower --lr")
 
 
 def known(values):
@@ -1544,9 +1642,10 @@ def known(values):
     return {name: value for name, value in values.items() if value == value}
 
 
-def in_words(val_mAP, test):
+def in_words(val, test):
     """What was measured; NaN where there are no images with true labels"""
-    words = [f"{name} {value:.2f}" for name, value in known({"val mAP": val_mAP, "test mAP": test["mAP"]}).items()]
+    measured = known({**val, "test_mAP": test["mAP"]})
+    words = [f"{name.replace('_', ' ')} {value:.2f}" for name, value in measured.items()]
     for f1, where in ((test["F1"], "0.5"), (test["F1_tuned"], "tuned thresholds")):
         words += [f"OF1 {f1['OF1']:.2f} and CF1 {f1['CF1']:.2f} at {where}"] if f1 else []
     return ", ".join(words) or "no true labels to measure with"
@@ -1613,6 +1712,24 @@ def best_f1_thresholds(scores, y):
         f1[:-1][ranked[:-1] == ranked[1:]] = -1  # equal scores are on the same side of a threshold
         best.append(torch.where(positive.any(), ranked[f1.argmax()], 0.5))  # the first of equals
     return torch.stack(best)
+
+
+def known_label_thresholds(scores, z, recall, labels_per_image=0.0):
+    """(N, C) scores and known labels -> (C,): the highest threshold of each class (score >= it) that finds `recall` of
+    its known labels; where it has none, that of all classes together. With `labels_per_image` the recall, in percent
+    steps, that gives as many labels or the next fewer"""
+    scores, hits = as_tensor(scores), as_tensor(z) == 1
+    found = [column[hit] for column, hit in zip(scores.T, hits.T)]
+
+    def at(recall):
+        lowest = lambda own: own.sort(descending=True).values[max(0, math.ceil(recall * len(own) - 1e-9) - 1)]
+        return torch.stack([lowest(own if len(own) else scores[hits]) for own in found])
+
+    if labels_per_image:
+        per_image = lambda recall: (scores >= at(recall)).sum().item() / len(scores)
+        shares = [percent / 100 for percent in range(101)]
+        recall = max((share for share in shares if per_image(share) <= labels_per_image), default=0.0)
+    return at(recall)
 
 
 def pseudo_label_columns(counts):

@@ -86,8 +86,13 @@ PRESETS = {  # Xie et al., section 4.1, and the authors' release: the same for a
     "coco": dict(positives=2.9, alpha=0.1),
     "nus": dict(positives=1.9, alpha=0.1),
     "cub": dict(positives=31.4, alpha=0.01),
+    # your own images without a GPU: small enough for it
+    "--device cpu": dict(freeze_backbone=True, backbone="tf_efficientnet_lite0", image_size=224, dim=256, ffn=512)
+    | dict(epochs=4, batch_size=16, lr=3e-4, patience=-1, ema=0.99, project_dim=64),
     # made here; sizes that a laptop trains, lr chosen on its validation set
-    "scenes": dict(epochs=8, batch_size=8, lr=5e-4, patience=-1, image_size=64, backbone="resnet_small", weights="none")
+    "scenes": dict(
+        epochs=12, batch_size=8, lr=5e-4, patience=-1, image_size=64, backbone="resnet_small", weights="none"
+    )
     | dict(ema=0.99, dim=128, ffn=256, project_dim=64, positives=2.5),
 }
 

@@ -178,7 +178,7 @@ def as_flag(name, value):
 def read_run(path):
     script, config = predict.find_script(path)
     settings = common.read_run_settings(script.Args, path)
-    preset = common.preset_settings(script.Args, script.PRESETS, settings.dataset, settings.known_ratio > 0)
+    preset = common.preset_settings(script.Args, script.PRESETS, replace(settings, device=config["device"]))
     method = f"{config['method']}.py"
     result = common.read_json(path / "result.json", f"{path} is unfinished, go on with python {method} --resume {path}")
     with open(path / "metrics.csv", newline="") as file:

@@ -93,9 +93,12 @@ def test_a_value_out_of_range_is_one_sentence(name, words, script, squares, work
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_presets_are_within_their_ranges(name):
     module = import_module(name)
-    for dataset in ("voc", *module.PRESETS):
-        args = common.parse(module.Args, module.PRESETS, ["--dataset", dataset])
-        assert all(getattr(args, key) == value for key, value in module.PRESETS.get(dataset, {}).items())
+    for name in ("voc", *module.PRESETS):
+        words = {"--linear": "--dataset voc --linear", "--device cpu": "--dataset pets --device cpu"}
+        args = common.parse(module.Args, module.PRESETS, words.get(name, f"--dataset {name}").split())
+        preset = module.PRESETS.get(name, {})
+        on_top = module.PRESETS.get("--linear", {}) if args.linear else {}
+        assert all(getattr(args, key) == value for key, value in (preset | on_top).items())
 
 
 # ---- runs

@@ -192,7 +192,7 @@ def test_runs_of_other_settings_are_rows_apart(compare, workplace, trained):
 
 
 def test_the_preset_stays_the_baseline(compare, workplace, trained, pseudo):
-    preset = common.preset_settings(an.Args, an.PRESETS, "squares", False)
+    preset = common.preset_settings(an.Args, an.PRESETS, an.Args(dataset="squares", device="cuda"))
     copy(trained, workplace / "a", {"lr": preset.lr}, {"test_mAP": 50.0})
     copy(trained, workplace / "b", {"lr": 0.25, "seed": 1}, {"test_mAP": 70.0})
     copy(pseudo, workplace / "c")
@@ -244,7 +244,7 @@ def test_published_figures_are_of_commands_that_there_are(command):
     name, *flags = shlex.split(command)
     script = importlib.import_module(name.removesuffix(".py"))
     settings = common.parse(script.Args, script.PRESETS, ["--dataset", "voc", *flags])
-    preset = common.preset_settings(script.Args, script.PRESETS, "voc", False)
+    preset = common.preset_settings(script.Args, script.PRESETS, script.Args(dataset="voc"))
     run = report.Run(Path(), name, settings, preset, 0.0, {}, 0.0, [], "", {}, "")
     assert run.method() + (" --init_from RUN" if settings.init_from else "") == command
     assert run.published() == (report.PUBLISHED[command][0], True)
