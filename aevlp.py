@@ -5,16 +5,12 @@
 CLIP looks at every image and at overlapping tiles of it and names positives and negatives; a robust loss weighs them,
 and the labels that CLIP leaves open, by how sure the network is itself.
 
-NOTES: the authors' release never writes a negative pseudo-label (`--delta 0`), cuts tiles without overlap (`--grow
-0`), fixes m at 1.5, 2.9, 1.9 and 31.4 (`--positives`), and has nu 0 for VOC, b from -2 for CUB and q_neg 1.5; it also
-skips the softmax of the label graph, has no activation after the last GCN layer, compares with the local threshold
-strictly and lets w and b lag an epoch. `--no_damp` is the GR loss (Chen et al. 2024): no pseudo-labels and no R; R
-alone is `--zeta_global 2 --delta 0 --refresh_every 99`. A tile that grows over the image's border is cut off there.
-Tiles are cut from the images at `--image_size` with bilinear sampling, the whole image is squashed as everywhere. Where
-several positives are known, the local threshold takes the one that CLIP scores highest. Where a class's cosines to its
-neighbours sum to less than 0, section 4's formula turns their order round; so do we. Precision is that of the labels
-that were not observed. Class names are read as words, as in vlpl.py. Under torchrun R takes its mean over each
-process's share of a batch.
+NOTES: the authors' release never writes a negative pseudo-label (`--delta 0`), cuts tiles without overlap (`--grow 0`),
+fixes m at 1.5, 2.9, 1.9 and 31.4 (`--positives`), has nu 0 for VOC, b from -2 and q_neg 1.5 for CUB, and stops early
+(`--patience 1`); it also gives CLIP ImageNet's mean and std, skips the softmax of the label graph, has no activation
+after the last GCN layer, compares with the local threshold strictly and lets w and b lag an epoch. `--no_damp` is the
+GR loss (Chen et al. 2024): no pseudo-labels and no R. Under torchrun R takes its mean over each process's share of a
+batch. docs/aevlp.md has the rest.
 """
 
 import math

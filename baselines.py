@@ -4,9 +4,9 @@
 
 Assume negative with other losses for the labels that were not observed.
 
-NOTES: L1R and L2R of Table 1 are `--l1` and `--l2` on top of any loss. `bce_full` and `bce_1p_alln` use the full
-labels: upper bounds, not methods. Batch size and learning rate are EM's, as in an.py. Under torchrun `epr` takes its
-mean over each process's share of a batch.
+NOTES: batch size and learning rate are EM's, as in an.py. L1R and L2R of Table 1 are `--l1` and `--l2` on top of any
+loss. `bce_full` and `bce_1p_alln` use the full labels: upper bounds, not methods. Under torchrun `epr` takes its mean
+over each process's share of a batch. docs/baselines.md has the rest.
 """
 
 from dataclasses import dataclass

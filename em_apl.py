@@ -6,7 +6,8 @@ Labels that were not observed are pushed towards uncertainty instead of 0; after
 each class become soft negatives, a few more every epoch.
 
 NOTES: `--patience 0` is the paper's early stopping ("when mAP on the validation set descends"). It may end a run before
-pseudo-labels are ever used: look at the curve, try `--patience -1`.
+pseudo-labels are ever used: look at the curve, try `--patience -1`. The release selects pseudo-labels on flipped
+images, here they are plain, and adds 1e-5 inside every logarithm. docs/em_apl.md has the rest.
 """
 
 from dataclasses import dataclass

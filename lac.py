@@ -6,19 +6,12 @@ Every class has an embedding of its own for every image. What the network is sur
 a distorted one, and, in a second stage, embeddings of the same class are drawn together.
 
 NOTES: paper and release balance the three losses differently; `--form` has both, whole. "paper": the equations as
-printed, L_AN and L_PLC summed over classes; Eq. 7 can be negative; its anchors are weak views, compared with the strong
-views and a queue of weak ones (Eq. 7 takes the other view only of the anchor itself). "release": L_AN a mean over B*C,
-L_PLC over the number of selected labels, the observed ones among them, L_LAC a SupCon loss in which both views of batch
-and queue are anchors (there the batch is part of the queue's K): the default, for validation prefers it
-(docs/results.md). As in the release Cutout comes before RandAugment, in a random colour, clipped at the border (the
-paper names Cutout first and gives no details). The release also has two decoder layers (`--decoder_layers 2`, with a
-final LayerNorm and xavier initialisation), no input normalisation, ColorJitter and greyscale in the strong view, a flip
-of its own for each view, and stage-1 delta 0.5 for CUB. A run's best epoch is that of its last stage, stage 1's is kept
-as stage1.pt; what L_LAC adds to as many more epochs without it shows `--stage 2 --no_lac --init_from RUN`, RUN being
-one of `--stage 1`. `--end_to_end` has stage 2's delta. `--loss` is the label-wise half of the paper's Table 2 but for
-EM + APL. Under torchrun L_LAC compares with each process's own strong views and the queue of all, and means are over
-each process's anchors. Backbones whose first layers have none of the names in `--frozen` train them. `--linear` is not
-for this method, which needs maps, not pooled features: `--freeze_backbone`.
+printed, L_AN and L_PLC summed over classes; Eq. 7 can be negative. "release": L_AN a mean over B*C, L_PLC over the
+number of selected labels, the observed ones among them, L_LAC a SupCon loss in which both views of batch and queue are
+anchors: the default, for validation prefers it (docs/results.md). The release also has two decoder layers
+(`--decoder_layers 2`), no input normalisation, ColorJitter and greyscale in the strong view, a flip of its own for each
+view, and stage-1 delta 0.5 for CUB. Under torchrun L_LAC compares with each process's own strong views and the queue of
+all, and means are over each process's anchors. docs/lac.md has the rest.
 """
 
 import copy

@@ -5,11 +5,10 @@
 Assume negative; but the largest losses among the labels that were not observed, a few more in every epoch, are likely
 false negatives: they are rejected (r), count as positives for this step (ct) or from now on (cp).
 
-NOTES: the number of modified labels is rounded up, so that it is not 0 in a batch of 8. As in the authors' release,
-LL-Cp flips for good what is strictly above the last of them, which itself counts as a positive for this step: with one
+NOTES: as in the authors' release, LL-Cp flips for good what is strictly above the last of the modified labels: with one
 label a step (settings of VOC and scenes) nothing is flipped for good. With torchvision's IMAGENET1K_V1 weights users
-report 87.8 to 88 on VOC; 89.1 came with V2. In the log, pseudo-positives are the labels that are rejected or flipped.
-Under torchrun the largest losses are those of each process's share of a batch.
+report 87.8 to 88 on VOC; 89.1 came with V2. Under torchrun the largest losses are those of each process's share of a
+batch. docs/ll.md has the rest.
 """
 
 import math

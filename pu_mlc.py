@@ -7,19 +7,13 @@ No label is ever taken for negative: per class, the mean probability of all imag
 positives up, and predictions on mixed images must be the mix of the predictions.
 
 NOTES: Eq. 9 writes the factor with the unscaled s; the release and we take s / tau. The mixup target takes a gradient
-(the release's choice); BatchNorm statistics never see mixed images. The paper's own setting is a share of the positives
-(`--known_ratio`); for it coco, coco_all and voc2007 have presets: LgConv, BatchNorms in eval mode, crops, and the whole
-train file without a validation split, so that the EMA of the last epoch counts (metrics.csv has the test mAP of the raw
-weights beside it). Their numbers are those of the release's README; the paper prints none. Its COCO has the images
-without labels too: `data_prep.py coco --keep_empty`, then `--dataset coco_all`. The release adds an SSGRL head with
-word vectors and a label graph, trains only layer4, the global branches and the head, and picks epoch, weights and
-threshold on the test set: the paper's numbers can't be expected from the plain backbone. The starred rows of Table I:
-`--backbone resnet101_clip.openai`. Under torchrun tau, u and the pairs are those of each process's share. With
-`--linear` features are mixed, not images. A last batch of fewer than 4 images is left out. A run with `--lgconv` can't
-start from one without.
-With one positive per image, of which the paper says nothing, 14 of 20 classes have none in a batch of 8; the defaults
-are for that, with the paper's alpha of VOC and gamma of COCO. Leaving out their unlabelled term (`--drop_empty`) costs
-1.3, for it is most of what ever says no. docs/results.md has what was measured.
+(the release's choice); BatchNorm statistics never see mixed images. The release adds an SSGRL head with word vectors
+and a label graph, trains only layer4, the global branches and the head, and picks epoch, weights and threshold on the
+test set: the paper's numbers can't be expected from the plain backbone. They are for a share of the positives
+(`--known_ratio`), for which coco, coco_all and voc2007 have presets without a validation split: the EMA of the last
+epoch counts. With one positive per image, of which the paper says nothing, alpha is its VOC's and gamma its COCO's.
+Under torchrun tau, u and the pairs are those of each process's share. A last batch of fewer than 4 images is left out.
+docs/pu_mlc.md has the rest.
 """
 
 import copy

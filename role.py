@@ -5,11 +5,10 @@
 Estimates of all training labels are trained together with the classifier: each side learns from the other's
 probabilities, and both are held to the expected number of positives per image.
 
-NOTES: ROLE + LinearInit is two commands: `--linear --epochs 25 --lr 1e-3 --batch_size 16` (CUB 8), then `--init_from
-RUN`, which starts from the best classifier and its estimates. The release searches lr 1e-2 to 1e-5 and batch sizes 8
-and 16 on validation, has k 2.5 for COCO, and adds 1e-5 inside every logarithm. Adam's momentum goes on moving an
-image's estimates after its batch, as in the release. Under torchrun the mean number of positives is that of each
-process's share of a batch.
+NOTES: the release searches lr 1e-2 to 1e-5 and batch sizes 8 and 16 on validation, has k 2.5 for COCO, and adds 1e-5
+inside every logarithm. ROLE + LinearInit is two commands: `--linear --epochs 25 --lr 1e-3 --batch_size 16` (CUB 8),
+then `--init_from RUN`. Under torchrun the mean number of positives is that of each process's share of a batch.
+docs/role.md has the rest.
 """
 
 import math
