@@ -354,9 +354,10 @@ def load(args, device="cpu"):
         if "train" not in y:  # only known labels: no class loses its last training image
             alone = z[val_rows][:, ~z[train_rows].any(0)].any(1)
             train_rows, val_rows = np.sort(np.append(train_rows, val_rows[alone])), val_rows[~alone]
-        if not (len(val_rows) and len(train_rows)):
+        if "train" in y and not (len(val_rows) and len(train_rows)):
             die(f"--val_fraction {args.val_fraction} of {len(z)} images leaves none for validation or for training")
-        val = split("train", val_rows, z=None if "train" in y else torch.from_numpy(z[val_rows]).to(device))
+        known = None if "train" in y else torch.from_numpy(z[val_rows]).to(device)
+        val = split("train", val_rows, z=known) if len(val_rows) else None
     train = split("train", train_rows, z=torch.from_numpy(z[train_rows]).to(device))
     test = split("val") if "val" in y else None
     if args.smoke:  # two batches and a short one

@@ -110,7 +110,7 @@ def test_settings_are_those_of_the_presets(method):
     assert own - {"image_size", "backbone", "weights", "frozen"} <= named  # the same in all scripts, or a long list
     for name, rest in rows:
         for dataset, shown in zip(("voc", "coco", "nus", "cub"), rest.split("|")[2:6], strict=True):
-            value = getattr(common.preset_settings(script.Args, script.PRESETS, dataset, False), name)
+            value = getattr(common.preset_settings(script.Args, script.PRESETS, script.Args(dataset=dataset)), name)
             value = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
             assert plain(shown) == plain(value), f"--{name} is {value} on {dataset}"
 
