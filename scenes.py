@@ -304,8 +304,12 @@ def small_resnet(width=32):
     return nn.Sequential(stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
+CLIP_FILE = Path(__file__).with_name("scenes_clip.safetensors")  # half precision, with the words of captions alone
 CLIP = {  # the small CLIP of scenes, as open_clip describes a model; 2 million weights, most of them words
-    "scenes": {"version": VERSION, "batches": 200, "passes": 8, "pairs": 12, "lr": 3e-3},
+    "scenes": {  # of CLIP_FILE: other weights take a higher version
+        "version": 2,
+        "sha256": "afe5a033293bc2a599918ed8b4d609edf87fc8f117988cb73900c4c48d3f76cf",
+    },
     "model_cfg": {
         "embed_dim": 64,
         "vision_cfg": {
@@ -342,25 +346,43 @@ def captioned_scene(i, batch):
 
 
 def make_clip(folder):
-    """Trains the CLIP of scenes into `folder` (for local-dir:), all or nothing; does nothing when it is there."""
+    """Unpacks the CLIP of scenes into `folder` (for local-dir:), all or nothing; does nothing when it is there."""
     if is_made(folder, "open_clip_config.json", CLIP):
         return
+    import torch  # only here: drawing the data set takes none
+    from safetensors.torch import load, save_file
+
+    content = CLIP_FILE.read_bytes() if CLIP_FILE.is_file() else b""
+    if hashlib.sha256(content).hexdigest() != CLIP["scenes"]["sha256"]:
+        die(f"{CLIP_FILE} is missing, cut off or edited: restore it, with git checkout {CLIP_FILE.name}")
+    weights = {name: w.float() if w.is_floating_point() else w for name, w in load(content).items()}
+    # A word of no caption has a row of zeros: it carries no meaning, where an untrained row would carry noise.
+    text = CLIP["model_cfg"]["text_cfg"]
+    rows = torch.zeros(text["vocab_size"], text["width"])
+    rows[weights.pop("words")] = weights["token_embedding.weight"]
+    with replacing(folder, "open_clip_config.json", CLIP) as new:
+        save_file(weights | {"token_embedding.weight": rows}, new / "open_clip_model.safetensors")
+
+
+def ship_clip(path=CLIP_FILE):
+    """Trains the CLIP of scenes anew and writes its weights: python -c "import scenes; scenes.ship_clip()". No two
+    kinds of CPU, nor two numbers of threads, train the same weights: that is why they are shipped."""
     from safetensors.torch import save_file
 
-    net = train_clip()
-    with replacing(folder, "open_clip_config.json", CLIP) as new:
-        save_file(net.state_dict(), new / "open_clip_model.safetensors")
+    net, words = train_clip()
+    weights = {name: w.half() if w.is_floating_point() else w for name, w in net.state_dict().items()}
+    rows = weights["token_embedding.weight"][words]
+    save_file(weights | {"token_embedding.weight": rows, "words": words}, path)
+    print(f"{path}: sha256 {hashlib.sha256(Path(path).read_bytes()).hexdigest()}")
 
 
-def train_clip():
-    """Sees captioned images of a separate stream, never the data set's images or labels."""
-    import open_clip  # only here: drawing the data set takes neither
+def train_clip(batches=200, passes=8, pairs=12, lr=3e-3):
+    """Sees captioned images of a separate stream, never the data set's images or labels. -> the net, its words"""
+    import open_clip
     import torch
 
-    how, n_classes = CLIP["scenes"], len(CLASSES)
-    batch, steps = n_classes + how["pairs"], how["batches"] * how["passes"]
-    print("training a small CLIP for scenes, once: about two minutes", file=sys.stderr)
-    images = trange(how["batches"] * batch, desc="drawing captioned scenes", unit="img", leave=False, disable=None)
+    batch, steps = len(CLASSES) + pairs, batches * passes
+    images = trange(batches * batch, desc="drawing captioned scenes", unit="img", leave=False, disable=None)
     pixels, captions = zip(*(captioned_scene(i, batch) for i in images))
     pixels = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)
     tokens = open_clip.SimpleTokenizer(context_length=CLIP["model_cfg"]["text_cfg"]["context_length"])(list(captions))
@@ -370,13 +392,13 @@ def train_clip():
         torch.manual_seed(VERSION)
         net = open_clip.CLIP(**CLIP["model_cfg"])
         optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.01)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, how["lr"], steps)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, steps)
         contrast = open_clip.ClipLoss()
         bar = trange(steps, desc="training CLIP on them", leave=False, disable=None)
         for step in bar:
-            if step % how["batches"] == 0:  # batches keep one of each kind
-                order = torch.stack([torch.randperm(how["batches"]) for _ in range(batch)], 1)
-            rows = order[step % how["batches"]] * batch + torch.arange(batch)
+            if step % batches == 0:  # batches keep one of each kind
+                order = torch.stack([torch.randperm(batches) for _ in range(batch)], 1)
+            rows = order[step % batches] * batch + torch.arange(batch)
             x = (pixels[rows].float() / 255 - mean) / std
             x = torch.where(torch.rand(batch, 1, 1, 1) < 0.5, x.flip(3), x)
             loss = contrast(*net(x, tokens[rows])[:3])
@@ -388,4 +410,4 @@ def train_clip():
                 net.logit_scale.clamp_(0, math.log(100))  # as CLIP's authors do
             if step % 20 == 0:
                 bar.set_postfix(loss=f"{loss.item():.2f}")
-    return net
+    return net, tokens[tokens > 0].unique()  # without the padding

@@ -62,13 +62,6 @@ def load_data(settings, working_directory, device):
     return common.load(settings, device)
 
 
-def load_clip(settings, device):
-    folder = Path(settings.data_root, "scenes_clip")
-    if settings.clip_model == "scenes" and not folder.is_dir():  # before Clip() trains another one
-        common.die(f"there is no {folder} here, which was the run's CLIP")
-    return common.Clip(settings, device)
-
-
 def find_rows(given, n):
     """--images, or evenly spaced ones -> rows of the training set"""
     for row in given:
@@ -234,7 +227,7 @@ if __name__ == "__main__":
     rows = find_rows(args.images, len(data.train))
     pixels = data.train.images[data.train.rows[rows]]  # uint8 (B, H, W, 3)
     by_clip = has_pseudo and hasattr(script, "clip_cosines")
-    clip = load_clip(settings, device) if by_clip or has_views else None
+    clip = common.Clip(settings, device) if by_clip or has_views else None
     cache = common.EmbeddingCache(settings.data_root, common.Loader(settings, device))
     data_prep.make_folder(folder)
 

@@ -6,9 +6,11 @@ import re
 import shutil
 
 import numpy as np
+import open_clip
 import pytest
 import torch
 from conftest import ROOT, finish, only_run, start
+from safetensors.torch import load_file
 
 import an
 import common
@@ -213,13 +215,6 @@ def test_contact_sheet(made, tmp_path):
 # ---- the CLIP of scenes
 
 
-@pytest.fixture
-def short(monkeypatch):
-    """Two steps of training"""
-    monkeypatch.setitem(scenes.CLIP["scenes"], "batches", 2)
-    monkeypatch.setitem(scenes.CLIP["scenes"], "passes", 1)
-
-
 def test_captions_say_what_is_there_and_share_no_image_with_the_data_set():
     pixels, caption = scenes.captioned_scene(0, 32)
     assert caption == "a photo of an airplane"
@@ -232,7 +227,7 @@ def test_captions_say_what_is_there_and_share_no_image_with_the_data_set():
         assert not np.array_equal(pixels, scenes.draw_scene(rs, layout))
 
 
-def test_the_clip_is_trained_once(short, tmp_path, monkeypatch):
+def test_the_clip_is_unpacked_once_and_is_the_same_everywhere(tmp_path, monkeypatch):
     state = torch.random.get_rng_state()
     folder = tmp_path / "data" / "scenes_clip"
     scenes.make_clip(folder)
@@ -242,7 +237,7 @@ def test_the_clip_is_trained_once(short, tmp_path, monkeypatch):
     scenes.make_clip(folder)
     assert weights.stat().st_mtime_ns == made
     scenes.make_clip(tmp_path / "again")
-    assert (tmp_path / "again" / "open_clip_model.safetensors").read_bytes() == before  # seeded
+    assert (tmp_path / "again" / weights.name).read_bytes() == before
     monkeypatch.setitem(scenes.CLIP["scenes"], "version", 99)
     scenes.make_clip(folder)  # of an older version: made again
     assert weights.stat().st_mtime_ns != made
@@ -252,18 +247,118 @@ def test_the_clip_is_trained_once(short, tmp_path, monkeypatch):
     assert {path.name for path in folder.parent.iterdir()} == {"scenes_clip", old.name}
 
 
-def test_another_clip_is_left_alone(short, tmp_path):
+def test_a_clip_that_was_trained_here_is_moved_aside(tmp_path):
+    folder = tmp_path / "scenes_clip"
+    folder.mkdir()
+    trained = {"version": 1, "batches": 200, "passes": 8, "pairs": 12, "lr": 3e-3}  # before weights were shipped
+    (folder / "open_clip_config.json").write_text(json.dumps({**scenes.CLIP, "scenes": trained}))
+    (folder / "open_clip_model.safetensors").write_bytes(b"trained here")
+    scenes.make_clip(folder)
+    (old,) = tmp_path.glob("scenes_clip-before-*")
+    assert (old / "open_clip_model.safetensors").read_bytes() == b"trained here"
+    assert json.loads((folder / "open_clip_config.json").read_text())["scenes"]["sha256"]
+
+
+def test_the_shipped_weights_are_small_and_checked(tmp_path, monkeypatch):
+    content = scenes.CLIP_FILE.read_bytes()
+    assert len(content) < 1.2e6
+    assert hashlib.sha256(content).hexdigest() == scenes.CLIP["scenes"]["sha256"]
+    monkeypatch.setattr(scenes, "CLIP_FILE", tmp_path / "weights")
+    for wrong in (None, b"", content[:-1], content[:-1] + bytes([content[-1] ^ 1])):
+        if wrong is not None:
+            scenes.CLIP_FILE.write_bytes(wrong)
+        with pytest.raises(SystemExit, match=r"weights is missing, cut off or edited: restore it"):
+            scenes.make_clip(tmp_path / "scenes_clip")
+        assert not (tmp_path / "scenes_clip").exists()
+
+
+def test_concurrent_processes_unpack_one_clip(tmp_path):
+    code = "import pathlib, scenes; scenes.make_clip(pathlib.Path('scenes_clip'))"
+    for process in [start("-c", code, cwd=tmp_path) for _ in range(3)]:
+        finish(process)
+    assert [path.name for path in tmp_path.iterdir()] == ["scenes_clip"]
+    files = sorted(path.name for path in (tmp_path / "scenes_clip").iterdir())
+    assert files == ["open_clip_config.json", "open_clip_model.safetensors"]
+
+
+def cosines(net, pixels, texts):
+    """(N, C), as vlpl.py's: of images (N, 64, 64, 3) with the texts"""
+    mean, std = (scenes.CLIP["preprocess_cfg"][what][0] for what in ("mean", "std"))
+    x = (torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255 - mean) / std
+    tokens = open_clip.SimpleTokenizer(context_length=16)(texts)
+    with torch.inference_mode():
+        images = torch.cat([net.encode_image(part, normalize=True) for part in x.split(500)])
+        return images @ net.encode_text(tokens, normalize=True).T
+
+
+def unpacked(folder):
+    scenes.make_clip(folder)
+    net = open_clip.CLIP(**scenes.CLIP["model_cfg"])
+    net.load_state_dict(load_file(folder / "open_clip_model.safetensors"))
+    return net.eval()
+
+
+def test_the_unpacked_weights_are_the_shipped_ones_in_full_precision(tmp_path):
+    weights, shipped = unpacked(tmp_path / "scenes_clip").state_dict(), load_file(scenes.CLIP_FILE)
+    words, rows = shipped.pop("words"), weights["token_embedding.weight"]
+    assert rows.any(1).nonzero().flatten().tolist() == words.tolist()
+    weights["token_embedding.weight"] = rows[words]
+    assert weights.keys() == shipped.keys()
+    assert all(torch.equal(weights[name], shipped[name].to(weights[name].dtype)) for name in weights)
+
+
+def test_a_word_of_no_caption_carries_no_meaning(tmp_path):
+    net = unpacked(tmp_path / "scenes_clip")
+    pixels = np.stack([scenes.captioned_scene(32 * (i // 20) + i % 20, 32)[0] for i in range(100)])  # classes alone
+    texts = ["qzxj", "", "zebra", "...", "a photo of a cup and a zebra", "a photo of a zebra", "a photo of a whale"]
+    got = cosines(net, pixels, texts)
+    assert got.isfinite().all()
+    assert torch.equal(got[:, -2], got[:, -1])
+    for prompt in ("a photo of a {}", "A photo of {}", "a photo of a {}."):  # full stops do no harm
+        best = cosines(net, pixels, [prompt.format(name) for name in scenes.CLASSES]).argmax(1)
+        assert (best == torch.arange(100) % 20).float().mean() > 0.5  # at random: 0.05
+
+
+def test_the_words_of_a_clip_are_those_that_learn():
+    net, words = scenes.train_clip(batches=1, passes=1)
+    assert net.token_embedding.weight.grad.abs().sum(1).nonzero().flatten().tolist() == words.tolist()
+    decode = open_clip.SimpleTokenizer().decoder
+    said = {decode[word].removesuffix("</w>") for word in words.tolist()}
+    assert said == {*scenes.CLASSES, "a", "an", "and", "of", "photo", "<start_of_text>", "<end_of_text>"}
+
+
+def test_another_clip_is_left_alone(tmp_path):
     folder = tmp_path / "scenes_clip"
     folder.mkdir()
     with pytest.raises(SystemExit, match="holds no CLIP"):
         scenes.make_clip(folder)
     config = folder / "open_clip_config.json"
     (folder / "open_clip_model.safetensors").write_bytes(b"mine")
-    edited = {**scenes.CLIP, "scenes": {**scenes.CLIP["scenes"], "lr": 1}}
-    newer = {**scenes.CLIP, "scenes": {**scenes.CLIP["scenes"], "version": 2}}
+    edited = {**scenes.CLIP, "scenes": {**scenes.CLIP["scenes"], "sha256": "0"}}
+    newer = {**scenes.CLIP, "scenes": {**scenes.CLIP["scenes"], "version": 3}}
     foreign = {"model_cfg": {}, "preprocess_cfg": {}}
-    for found, problem in ((foreign, "another CLIP"), (edited, "edited CLIP"), (newer, "a version after 1")):
+    for found, problem in ((foreign, "another CLIP"), (edited, "edited CLIP"), (newer, "a version after 2")):
         config.write_text(json.dumps(found))
         with pytest.raises(SystemExit, match=problem):
             scenes.make_clip(folder)
         assert (folder / "open_clip_model.safetensors").read_bytes() == b"mine"
+
+
+@pytest.mark.slow
+def test_training_anew_gives_a_clip_as_good_as_the_shipped_one(made, tmp_path, monkeypatch, capsys):
+    shipped = unpacked(tmp_path / "shipped")
+    net, words = scenes.train_clip()
+    net.eval()
+    monkeypatch.setattr(scenes, "train_clip", lambda: (net, words))
+    monkeypatch.setattr(scenes, "CLIP_FILE", tmp_path / "weights.safetensors")
+    scenes.ship_clip(scenes.CLIP_FILE)
+    monkeypatch.setitem(scenes.CLIP["scenes"], "sha256", capsys.readouterr().out.split()[-1])
+    anew = unpacked(tmp_path / "anew")
+
+    pixels, y = np.load(made / "cache_val_64.npy"), torch.from_numpy(np.load(made / "formatted_val_labels.npy"))
+    texts = [f"A photo of {name}" for name in scenes.CLASSES]
+    full, half, there = (cosines(model, pixels, texts) for model in (net, anew, shipped))
+    assert (full - half).abs().max() < 0.01
+    mAP = lambda cosine: common.mean_average_precision((cosine / 0.03).log_softmax(1), y)
+    assert mAP(half) == pytest.approx(mAP(full), abs=0.1)
+    assert mAP(half) == pytest.approx(mAP(there), abs=5)

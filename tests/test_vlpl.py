@@ -346,9 +346,7 @@ def test_a_clip_that_cant_be_had_gives_one_sentence(monkeypatch, tmp_path, tiny_
 # ---- the CLIP of scenes
 
 
-def test_the_clip_of_scenes_is_small_and_one_of_open_clips(tmp_path, monkeypatch):
-    monkeypatch.setitem(scenes.CLIP["scenes"], "batches", 2)
-    monkeypatch.setitem(scenes.CLIP["scenes"], "passes", 1)
+def test_the_clip_of_scenes_is_small_and_one_of_open_clips(tmp_path):
     made = common.Clip(vlpl.Args(clip_model="scenes", data_root=str(tmp_path)), torch.device("cpu"))
     clip = clip_of(f"local-dir:{tmp_path / 'scenes_clip'}")
     assert sum(w.numel() for w in clip.net.parameters()) < 3e6
