@@ -46,12 +46,8 @@ def tables():
 
 
 def variables():
-    """{"dataset": [{"dataset": "voc", "l1": "1e-6", ...}, ...], "l1": the same, "known": ...}"""
-    found = {}
-    for table in tables():
-        values = {row[0].strip("`$"): row[1:] for row in table if row[0].startswith("`$")}
-        found |= {name: [dict(zip(values, column)) for column in zip(*values.values())] for name in values}
-    return found
+    """{"dataset": ["voc", "coco", "nus", "cub"], "l1": ...}"""
+    return {row[0].strip("`$"): row[1].split() for table in tables() for row in table if row[0].startswith("`$")}
 
 
 @dataclasses.dataclass
@@ -75,8 +71,9 @@ def rows():
     for head, *body in (table for table in tables() if table[0][1:2] == ["command"]):
         for title, command, settings, published, hours in body:
             written = re.findall(r"`(python [^`]+)`", command)
-            names = {name for one in written for name in re.findall(r"\$(\w+)", one)}
-            values = variables()[min(names)] if names else [{}]
+            names = sorted(set(re.findall(r"\$(\w+)", command)))
+            columns = zip(*(variables()[name] for name in names), strict=True) if names else [()]
+            values = [dict(zip(names, column)) for column in columns]
             filled = [[string.Template(one).substitute(chosen) for one in written] for chosen in values]
             groups = [[shlex.split(one)[1:] for one in group] for group in filled]
             claims = {name: text.split("/") for name, text in re.findall(r"`(\w+)=([^`]+)`", settings)}
@@ -229,7 +226,7 @@ def test_the_commands_of_the_data_page():
 
 SIZES = {name: classes for name, (classes, _) in data_prep.EXPECTED.items()}
 TINY = ("--smoke", "--device", "cpu", "--workers", "0", "--backbone", "resnet_small", "--weights", "none")
-TINY += ("--image_size", "32")
+TINY += ("--image_size", "32", "--batch_size", "8")  # a smoke test's images are those of two batches and a short one
 TINY_LAC = ("--epochs", "2", "--dim", "16", "--ffn", "32", "--project_dim", "8")
 COLOURS = ["blue", "brown", "purple", "rufous", "grey", "yellow", "olive", "green", "pink", "orange", "black", "white"]
 
