@@ -256,7 +256,7 @@ def made_up(tmp_path_factory):
                 Image.fromarray(rs.randint(0, 256, (40, 36, 3)).astype(np.uint8)).save(folder / "images" / name)
             np.save(folder / f"formatted_{part}_images.npy", names)
             np.save(folder / f"formatted_{part}_labels.npy", y)
-        info = {"name": "made up", "classes": class_names(dataset), "image_folder": "images", "published": False}
+        info = {"name": "made up", "classes": class_names(dataset), "image_folder": str(folder / "images")}
         (folder / "dataset.json").write_text(json.dumps(info))
     return root
 
