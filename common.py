@@ -1335,7 +1335,7 @@ class Run:
         """The column of metrics.csv that chooses the best epoch"""
         return "val_mAP" if self.data.val is None or self.data.val.y is not None else "val_known_mAP"
 
-    def judge(self, logits):
+    def validation_mAP(self, logits):
         """mAP of the validation images or, where nobody has labelled them in full, that of their known labels against
         all others: too low, but higher for a better model"""
         val = self.data.val
@@ -1350,11 +1350,14 @@ class Run:
     def measure(self, model, split, thresholds=None):
         """`thresholds` are those of the classes, tuned on validation, for F1_tuned"""
         if not split:
-            return {"mAP": math.nan, "F1": {}, "F1_tuned": {}, "AP": {}}
-        logits = self.predict(model, split)
-        ap, p = average_precision(logits, split.y), logits.sigmoid()
-        f1 = {"F1": f1_scores(p, split.y), "F1_tuned": {} if thresholds is None else f1_scores(p, split.y, thresholds)}
-        return {"mAP": 100 * ap.mean().item(), **f1, "AP": dict(zip(self.data.classes, ap.tolist()))}
+            return {"mAP": math.nan, "F1": {}, "F1_tuned": {}, "AP": {}, "missed": {}}
+        return self.judge(self.predict(model, split), split.y, thresholds)
+
+    def judge(self, logits, y, thresholds):
+        ap, p = average_precision(logits, y), logits.sigmoid()
+        f1 = {"F1": f1_scores(p, y), "F1_tuned": {} if thresholds is None else f1_scores(p, y, thresholds)}
+        missed = missed_positives(p, y, self.data.classes, 0.5 if thresholds is None else thresholds)
+        return {"mAP": 100 * ap.mean().item(), **f1, "AP": dict(zip(self.data.classes, ap.tolist())), "missed": missed}
 
     def evaluate(self, model, data, max_drop=math.inf, **others):
         """Ends an epoch: validation mAP, test mAP where it is to be reported, a row of metrics, best.pt. Besides
@@ -1366,7 +1369,10 @@ class Run:
             share_statistics(each)
         images_per_s = self.seen / (time.perf_counter() - self.training_began)
         logits = {name: self.predict(each, data.val) for name, each in models.items() if data.val}
-        mAP, best = {name: self.judge(logits.get(name)) for name in models}, self.best.get(self.criterion, -1.0)
+        mAP, best = (
+            {name: self.validation_mAP(logits.get(name)) for name in models},
+            self.best.get(self.criterion, -1.0),
+        )
         chosen = max(mAP, key=mAP.get) if data.val else list(models)[-1]
         row |= {self.criterion: mAP[chosen], **{f"{self.criterion}_{name}": mAP[name] for name in models if others}}
         better = data.val is None or mAP[chosen] > best  # without validation the last is kept
@@ -1385,6 +1391,9 @@ class Run:
             self.best = {"epoch": self.epoch, self.criterion: mAP[chosen], **{f"test_{k}": v for k, v in test.items()}}
             if data.val:
                 self.best["thresholds"] = dict(zip(data.classes, thresholds.tolist()))
+            if data.val and data.val.y is not None and not data.test:  # what else there is to tell of the classes
+                seen = self.judge(logits[chosen], data.val.y, thresholds)
+                self.best |= {"val_AP": seen["AP"], "val_missed": seen["missed"]}
         if rank() == 0 and better:
             best = unwrap(models[chosen])  # and all that it takes to build it again and to check that
             about = {"model_class": [type(best).__module__, type(best).__qualname__], "classes": data.classes}
@@ -1431,7 +1440,7 @@ class Run:
         if self.args.eval_only:  # the best weights are in place since prepare()
             tuned = read_checkpoint(start_from(self.args)).get("thresholds")
             tuned = torch.tensor(list(tuned.values()), device=self.device) if tuned else None
-            val = self.judge(self.predict(state["model"], self.data.val) if self.data.val else None)
+            val = self.validation_mAP(self.predict(state["model"], self.data.val) if self.data.val else None)
             test = self.measure(state["model"], self.data.test, tuned)
             if rank() == 0:
                 print(f"{self.directory}: {in_words({self.criterion: val}, test)}")
@@ -1609,6 +1618,8 @@ class Run:
         result |= {"classes_without_test_positives": empty, "seconds": sum(row["seconds"] for row in self.rows)}
         result |= {"embedding_seconds": self.cache.seconds, **self.summaries}
         result |= {"earlier_stages": self.earlier} if self.earlier else {}
+        observed = sum((piece == 1).sum(0) for piece in data.train.z.split(ROWS)).tolist()
+        result["train_observed"] = dict(zip(data.classes, observed))
         del result["epoch"]
         plot_curve(self.rows, best["epoch"], self.directory / "curve.png")
         data_prep.write_json(self.directory / "result.json", dict.fromkeys(result) | known(result))  # the end
@@ -1731,6 +1742,22 @@ def known_label_thresholds(scores, z, recall, labels_per_image=0.0):
         shares = [percent / 100 for percent in range(101)]
         recall = max((share for share in shares if per_image(share) <= labels_per_image), default=0.0)
     return at(recall)
+
+
+def missed_positives(scores, y, classes, thresholds=0.5):
+    """Of every class: its positives, how many of them score below its threshold, and the class that these images are
+    taken for: the one that most often has the highest score of those that are not in the image, and how often"""
+    counts, instead = 0, torch.zeros(len(classes), len(classes), dtype=torch.int32, device=scores.device)
+    for some, true in zip(scores.split(ROWS), y.split(ROWS)):
+        true = true == 1
+        missed = true & (some < thresholds)
+        counts += torch.stack([true.sum(0), missed.sum(0)])
+        highest = some.masked_fill(true, -math.inf).argmax(1)  # (B,), of images that don't show all classes
+        instead.index_add_(0, highest, (missed & ~true.all(1, keepdim=True)).int())
+    times, which = (values.tolist() for values in instead.max(0))
+    names = [classes[c] if n else None for c, n in zip(which, times)]
+    numbers = zip(*counts.tolist(), names, times)
+    return {name: dict(zip(("positives", "missed", "taken_for", "times"), row)) for name, row in zip(classes, numbers)}
 
 
 def pseudo_label_columns(counts):

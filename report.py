@@ -1,4 +1,4 @@
-"""Compare runs: a table like the papers', and a page with curves, classes and images
+"""Compare runs, or look into one: a table like the papers', AP per class, and a page with curves, classes and images
 
     python report.py runs/*
     python report.py runs/* --html report.html
@@ -41,7 +41,7 @@ class Args:
     latex: bool = False  # print the tables as LaTeX, for booktabs
     csv: bool = False  # print one table with all classes as CSV
     html: str = ""  # write a page to this file
-    classes: int = 20  # classes in the table of differences from AN, the largest first (0: all)
+    classes: int = 20  # classes in the table of AP: the largest differences from AN or, without AN, the lowest (0: all)
     data_root: str = ""  # where the data sets are, for the page's images, if not where the runs found them
     seed: int = 0  # of the page's choice of images
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
@@ -82,6 +82,8 @@ PUBLISHED = {
 PUBLISHED_WITH = {"backbone": "resnet50", "image_size": 448, "weights": "imagenet", "linear": False, "init_from": ""}
 PUBLISHED_WITH |= {"max_steps": 0, "smoke": False}
 FOOTNOTE = "published: with a ResNet-50 at 448 pixels"
+MISSED = "missed: positives below their class's threshold; taken for: the class that most often has the highest"
+MISSED += " probability of those not in the image, and its share of the missed"
 UNLIKE = "; ~: these runs have another backbone, size, start, length, lr or CLIP, so the two can't be compared"
 
 SHARED = ("epochs", "batch_size", "lr", "patience", "image_size", "backbone", "weights")  # in every script
@@ -103,13 +105,14 @@ class Run:
     script: str
     settings: common.Args
     preset: common.Args  # what they would be if nothing had been said
-    mAP: float
+    mAP: float  # of the test images; where there are none, of validation
     AP: dict
     seconds: float  # of training: who embedded first is chance
     epochs: list  # rows of metrics.csv
     commit: str
     around: dict  # where it ran
     working_directory: str  # to which its paths are relative; "" where an old run doesn't say
+    result: dict  # result.json
 
     @property
     def dataset(self):
@@ -155,7 +158,8 @@ class Run:
         name, started = self.method(without=CLIP), f"{self.method(without=CLIP)} --init_from RUN"
         started = started if self.settings.init_from and started in PUBLISHED else ""
         known = PUBLISHED.get(started or name)
-        if not known or self.dataset not in PUBLISHED_ON or self.settings.known_ratio:
+        on_test = self.around.get("measured_on") != "val"
+        if not (known and on_test) or self.dataset not in PUBLISHED_ON or self.settings.known_ratio:
             return None, True
         wanted = {name: value for name, value in PUBLISHED_WITH.items() if not (started and name == "init_from")}
         alike = all(getattr(self.settings, name) == value for name, value in wanted.items())
@@ -186,13 +190,14 @@ def read_run(path):
         epochs = [{name: float(value) for name, value in row.items() if value} for row in rows]
     if not epochs:
         raise ValueError("no epoch in metrics.csv")
-    mAP = np.nan if result["test_mAP"] is None else result["test_mAP"]
-    AP = {name: 100 * value for name, value in result["test_AP"].items()}
+    measured_on = "val" if result["test_mAP"] is None else "test"
+    mAP = np.nan if result[f"{measured_on}_mAP"] is None else result[f"{measured_on}_mAP"]
+    AP = {name: 100 * value for name, value in result.get(f"{measured_on}_AP", {}).items()}
     around = {"commit": config["commit"].removesuffix("-dirty")[:7], "torch": config["versions"]["torch"]}
     around |= {"device": config["device"], "processes": config["processes"]}
-    around |= {"validation": "none" if result["val_mAP"] is None else "yes"}
+    around |= {"validation": "none" if result["val_mAP"] is None else "yes", "measured_on": measured_on}
     known = path, method, settings, preset, mAP, AP, result["seconds"], epochs, config["commit"], around
-    return Run(*known, config.get("working_directory", ""))
+    return Run(*known, config.get("working_directory", ""), result)
 
 
 def read_runs(paths, warn):
@@ -221,6 +226,27 @@ class Row:
 
     def mAP(self):
         return self.over_runs([run.mAP for run in self.runs])
+
+    def measured_on(self):
+        return self.runs[0].around["measured_on"]
+
+    def val_mAP(self):
+        return self.over_runs([np.nan if run.result["val_mAP"] is None else run.result["val_mAP"] for run in self.runs])
+
+    def observed(self, name):
+        return self.runs[0].result.get("train_observed", {}).get(name)
+
+    def missed(self, name):
+        """-> positives, how many are missed in the mean over runs, what they are most often taken for, its share"""
+        found = [run.result.get(f"{self.measured_on()}_missed", {}).get(name) for run in self.runs]
+        if not all(found):  # of another version
+            return None, None, None, None
+        times = {}
+        for each in found:
+            times[each["taken_for"]] = times.get(each["taken_for"], 0) + each["times"]
+        missed, taken_for = sum(each["missed"] for each in found), max(times, key=times.get)
+        share = times[taken_for] / missed if taken_for else None
+        return found[0]["positives"], missed / len(found), taken_for, share
 
     def AP(self, name):
         return self.over_runs([run.AP.get(name, np.nan) for run in self.runs])
@@ -311,20 +337,29 @@ def spread(mean, std):
 
 def overview(datasets):
     """methods x data sets"""
-    mAP = {(row.method, name): spread(*row.mAP()) for name, rows in datasets.items() for row in rows}
+    note = lambda row: " (val)" if row.measured_on() == "val" and not np.isnan(row.mAP()[0]) else ""
+    mAP = {(row.method, name): spread(*row.mAP()) + note(row) for name, rows in datasets.items() for row in rows}
     methods = dict.fromkeys(method for method, _ in mAP)
-    return [["method", *datasets], *([m, *(mAP.get((m, name), "-") for name in datasets)] for m in methods)]
+    table = [["method", *datasets], *([m, *(mAP.get((m, name), "-") for name in datasets)] for m in methods)]
+    return without_blanks(table)
 
 
 def details(rows):
-    table = [["method", "runs", "test mAP", "published", "difference", "minutes", "images/s"]]
+    table = [["method", "runs", "test mAP", "published", "difference", "val mAP", "minutes", "images/s"]]
     for row in rows:
-        (mean, std), (figure, alike) = row.mAP(), row.published()
-        shown = [figure, mean - figure] if figure else []
+        figure, alike = row.published()
+        shown = [figure, row.mAP()[0] - figure] if figure else []
         known = [("" if alike else "~") + number(*value) for value in zip(shown, (".2f", "+.2f"))] or ["-", "-"]
-        ends = [number(row.seconds() / 60, ".1f"), number(row.images_per_s(), ".0f")]
-        table.append([row.method, str(len(row.runs)), spread(mean, std), *known, *ends])
-    return table
+        mAP = spread(*row.mAP()) if row.measured_on() == "test" else "-"
+        ends = [spread(*row.val_mAP()), number(row.seconds() / 60, ".1f"), number(row.images_per_s(), ".0f")]
+        table.append([row.method, str(len(row.runs)), mAP, *known, *ends])
+    return without_blanks(table)
+
+
+def without_blanks(table):
+    """The first column, and those in which a row has a value"""
+    kept = [column for i, column in enumerate(zip(*table)) if i == 0 or set(column[1:]) - {"-", ""}]
+    return [list(line) for line in zip(*kept)]
 
 
 def footnote(rows):
@@ -344,10 +379,24 @@ def differences(rows):
     return sorted(found, key=lambda line: -np.nan_to_num(np.abs(line[2])).max())
 
 
-def difference_table(rows, most):
-    header = ["AP of", AN, *(f"{row.method} - AN" for row in rows[1:])]
-    lines = differences(rows)[: most or None]
-    return [header, *([name, number(base), *(number(d, "+.2f") for d in ds)] for name, base, ds in lines)]
+def class_table(rows, most=0):
+    """AP per class: with AN the others' differences from it, the largest first; else the lowest AP first. Beside it the
+    positives and, of a single method, those that it misses"""
+    if found := differences(rows):
+        lines = [[name, number(base), *(number(d, "+.2f") for d in ds)] for name, base, ds in found]
+        header = [AN, *(f"{row.method} - AN" for row in rows[1:])]
+    else:
+        order = lambda name: np.nan_to_num([row.AP(name)[0] for row in rows], nan=100).mean()
+        lines = [[name, *(spread(*row.AP(name)) for row in rows)] for name in sorted(rows[0].runs[0].AP, key=order)]
+        header = [row.method for row in rows]
+    header = ["AP of", *header, "known in training", f"{rows[0].measured_on()} positives", "missed", "taken for"]
+    lines = lines[: most or None]
+    for line in lines:
+        positives, *rest = rows[0].missed(line[0])
+        missed, taken_for, share = rest if len(rows) == 1 else [None] * 3
+        line += [number(rows[0].observed(line[0]), "d"), number(positives, "d"), number(missed, ".0f")]
+        line.append(f"{taken_for} ({100 * share:.0f} %)" if taken_for else "-")
+    return without_blanks([header, *lines])
 
 
 def as_text(table):
@@ -380,28 +429,32 @@ def print_tables(datasets, args):
     parts = [show(overview(datasets))] if len(datasets) > 1 else []
     for name, rows in datasets.items():
         parts += [say(name), show(details(rows)), say(footnote(rows))]
-        number_of_classes = len(differences(rows))
+        number_of_classes = len(rows[0].runs[0].AP)
         if number_of_classes:
-            parts.append(show(difference_table(rows, args.classes)))
+            table = class_table(rows, args.classes)
+            parts += [show(table), say(MISSED if "missed" in table[0] else "")]
         if 0 < args.classes < number_of_classes:
             parts.append(say(f"{args.classes} of {number_of_classes} classes; --classes 0 shows all"))
     print("\n".join(map(data_prep.printable, "\n\n".join(filter(None, parts)).split("\n"))))
 
 
-def print_csv(datasets):
+def csv_table(datasets):
     """A line per method, and one per method and class"""
-    writer = csv.writer(sys.stdout)
-    about = ["runs", "mean", "std", "published", "difference", "comparable", "seconds", "images_per_s"]
-    writer.writerow(["dataset", "method", "class", *about])
-    known = lambda values: ["" if value is None or np.isnan(value) else value for value in values]
+    about = ["runs", "measured_on", "mean", "std", "val_mAP", "published", "difference", "comparable", "seconds"]
+    about += ["images_per_s", "known", "positives", "missed", "taken_for", "share"]
+    table = [["dataset", "method", "class", *about]]
     for name, rows in datasets.items():
         for row in rows:
             (figure, alike), start = row.published(), [data_prep.cell(name), data_prep.cell(row.method)]
-            ends = figure, row.mAP()[0] - figure if figure else None, alike if figure else None
-            ends += row.seconds(), row.images_per_s()
-            writer.writerow([*start, "", len(row.runs), *known((*row.mAP(), *ends))])
+            ends = row.val_mAP()[0], figure, row.mAP()[0] - figure if figure else None, alike if figure else None
+            ends += row.seconds(), row.images_per_s(), *[None] * 5
+            table.append([*start, "", len(row.runs), row.measured_on(), *row.mAP(), *ends])
             for label in row.runs[0].AP:
-                writer.writerow([*start, data_prep.cell(label), len(row.runs), *known(row.AP(label)), *[""] * 5])
+                positives, missed, taken_for, share = row.missed(label)
+                taken_for = taken_for and data_prep.cell(taken_for)
+                ends = *[None] * 6, row.observed(label), positives, missed, taken_for, share
+                table.append([*start, data_prep.cell(label), len(row.runs), row.measured_on(), *row.AP(label), *ends])
+    return without_blanks([["" if value is None or value != value else value for value in line] for line in table])
 
 
 # ---- 4. Page
@@ -465,7 +518,7 @@ def difference_bars(rows):
     """A line per class: each method's AP minus AN's, to the left and right of zero"""
     found = differences(rows)
     if not found:
-        return f'<p class="note">Where the table has a row {AN} and others, differences from it are shown here.</p>'
+        return ""
     most = max(np.nan_to_num(np.abs([ds for *_, ds in found])).max(), 1e-9)
     lines = [f'<div class="class scale"><span></span><div><b>-{most:.1f}</b><b>0</b><b>+{most:.1f}</b></div></div>']
     for name, _, ds in found:
@@ -474,6 +527,16 @@ def difference_bars(rows):
         name = escape(name)
         lines.append(f'<div class="class" data-class="{name}"><span>{name}</span><div>{bars}</div></div>')
     return f'<h4>AP per class, difference from {AN}</h4><div class="bars">{"".join(lines)}</div>'
+
+
+def class_tables(rows):
+    """Of all classes; where they are compared with AN the bars come first"""
+    table = class_table(rows)
+    note = f'<p class="note">{escape(MISSED)}</p>' if "missed" in table[0] else ""
+    bars, whole = difference_bars(rows), html_table(table, of_classes=True) + note
+    if bars:
+        return f"{bars}<details><summary>The same as a table</summary>{whole}</details>"
+    return f"<h4>AP per class, the lowest first</h4>{whole}" if rows[0].runs[0].AP else ""
 
 
 def gallery(rows, args):
@@ -549,13 +612,14 @@ def thumbnail(images, row):
     return f"data:image/jpeg;base64,{base64.b64encode(content.getvalue()).decode()}"
 
 
-def html_table(table):
+def html_table(table, of_classes=False):
     head, *body = table
     heads = "".join(f'<th scope="col"><button>{escape(cell)}</button></th>' for cell in head)
     words = lambda cell: " ".join(f"<span>{escape(word)}</span>" for word in cell.split())  # no line ends within one
-    lines = ["".join(f"<td>{words(cell)}</td>" for cell in line) for line in body]
-    rows = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>'
+    start = lambda line: f'<tr data-class="{escape(line[0])}">' if of_classes else "<tr>"
+    rows = "".join(start(line) + "".join(f"<td>{words(cell)}</td>" for cell in line) + "</tr>" for line in body)
+    kind = "scroll bars" if of_classes else "scroll"
+    return f'<div class="{kind}"><table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>'
 
 
 def section(template, name, rows, args, warn):
@@ -576,7 +640,7 @@ def section(template, name, rows, args, warn):
         curves=first,
         more_curves=more,
         options="".join(f'<option value="{escape(x)}">{escape(x)}</option>' for x in sorted(rows[0].runs[0].AP)),
-        bars=difference_bars(rows),
+        classes=class_tables(rows),
         images=images,
     )
 
@@ -617,7 +681,7 @@ if __name__ == "__main__":
     for name, rows in datasets.items():
         check(name, rows, warnings.append)
     if args.csv:
-        print_csv(datasets)
+        csv.writer(sys.stdout).writerows(csv_table(datasets))
     else:
         print_tables(datasets, args)
     said = len(warnings)

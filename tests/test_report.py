@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, SMALL, finish, make_its_own, metrics, only_run, start
+import torch
+from conftest import ROOT, SMALL, finish, make_its_own, metrics, only_run, start, write_dataset
 
 import an
 import common
@@ -91,7 +92,9 @@ def test_numbers_against_numpy(compare, runs):
     with open(runs[0] / "metrics.csv") as file:  # all three are copies of one run
         speeds = [float(row["images_per_s"]) for row in csv.DictReader(file)]
     assert float(an["images_per_s"]) == pytest.approx(np.mean(speeds))
-    assert (an["dataset"], an["runs"], an["published"]) == ("squares", "3", "")
+    assert (an["dataset"], an["runs"], an["measured_on"]) == ("squares", "3", "test")
+    assert float(an["val_mAP"]) == pytest.approx(results[0]["val_mAP"])
+    assert not {"published", "difference", "comparable"} & an.keys()  # nobody has one
     (blue,) = (line for line in lines if line["method"] == "an.py" and line["class"] == "blue")
     values = [100 * result["test_AP"]["blue"] for result in results]
     assert float(blue["mean"]) == pytest.approx(np.mean(values))
@@ -113,11 +116,15 @@ def test_the_printed_table(compare, runs):
     out, _ = compare(*runs)
     values = [read(run)["test_mAP"] for run in runs[:3]]
     assert f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f}" in out
-    assert re.search(rf"^em_apl.py --warmup 2 +1 +{read(runs[3])['test_mAP']:.2f} +- ", out, re.M)  # one: no spread
+    em = read(runs[3])
+    shown = rf"^em_apl.py --warmup 2 +1 +{em['test_mAP']:.2f} +{em['val_mAP']:.2f} +[\d.]+ +\d+$"  # one: no spread
+    assert re.search(shown, out, re.M)
+    assert "published" not in out
     assert "em_apl.py --warmup 2 - AN" in out  # its own flag, not that of the trunk
     for name, AP in read(runs[3])["test_AP"].items():
         base = np.mean([read(run)["test_AP"][name] for run in runs[:3]])
-        assert re.search(rf"^{name} +{100 * base:.2f} +{re.escape(f'{100 * (AP - base):+.2f}')}$", out, re.M)
+        counts = rf"{em['train_observed'][name]} +{em['test_missed'][name]['positives']}"
+        assert re.search(rf"^{name} +{100 * base:.2f} +{re.escape(f'{100 * (AP - base):+.2f}')} +{counts}$", out, re.M)
     cut, line = compare(*runs, "--classes", 2)[0], "2 of 4 classes; --classes 0 shows all"
     assert len(re.findall("^(red|green|blue|white) ", cut, re.M)) == 2
     assert line in cut
@@ -125,6 +132,115 @@ def test_the_printed_table(compare, runs):
     for classes in (0, 4, 5):
         assert "shows all" not in compare(*runs, "--classes", classes)[0]
     assert " - AN" not in compare(runs[3])[0]
+
+
+def test_one_run_has_its_classes_too(compare, squares, trained, workplace):
+    """The lowest AP first, with counts from the files and what is missed from the model"""
+    copy(trained, workplace / "a")
+    out, _ = compare("a")
+    model, settings, classes = predict.load_model(trained, "cpu")
+    data, result = common.load(settings), read(trained)
+    p = predict.probabilities(model, data.test.images[np.arange(len(data.test))], "cpu").numpy()
+    y, known = data.test.y.numpy(), data.train.z.sum(0).tolist()
+    assert sum(known) == 80
+    missed = [(y[:, c] == 1) & (p[:, c] < result["thresholds"][name]) for c, name in enumerate(classes)]
+    instead = [np.bincount(np.where(y == 1, -1, p).argmax(1)[rows], minlength=4) for rows in missed]
+    table = [line.split(maxsplit=5) for line in re.findall(r"^(?:red|green|blue|white) .*", out, re.M)]
+    expected = []
+    for name, AP in sorted(result["test_AP"].items(), key=lambda item: item[1]):
+        c = classes.index(name)
+        share = f"{classes[instead[c].argmax()]} ({100 * instead[c].max() / missed[c].sum():.0f} %)"
+        expected.append([name, f"{100 * AP:.2f}", str(known[c]), str(y[:, c].sum()), str(missed[c].sum()), share])
+    assert table == expected
+    assert report.MISSED in out
+    lines = {line["class"]: line for line in csv.DictReader(io.StringIO(compare("a", "--csv")[0]))}
+    for name, *_, known, positives, lost, taken_for in expected:
+        line = lines[name]
+        assert (line["known"], line["positives"], float(line["missed"])) == (known, positives, float(lost))
+        assert f"{line['taken_for']} ({100 * float(line['share']):.0f} %)" == taken_for
+    assert compare("a", "--html", "page.html")[0] == out
+    page = Path("page.html").read_text()
+    assert re.findall(r'<tr data-class="(\w+)">', page) == [name for name, *_ in expected]
+    assert "The same as a table" not in page
+
+
+def test_seeds_and_methods_without_an(compare, trained, pseudo, workplace):
+    """What the runs of a method miss is put together; of several methods there are only the APs"""
+    tell = lambda missed, taken_for, times: dict(positives=9, missed=missed, taken_for=taken_for, times=times)
+    names = ("red", "green", "blue", "white")
+    for seed, numbers in enumerate([(8, "blue", 5), (4, "green", 2), (3, "green", 2)]):
+        missed = dict.fromkeys(names, tell(*numbers)) | {"white": tell(0, None, 0)}
+        AP = dict(zip(names, (0.25, 0.5 + seed / 10, 1.0, 0.125)))
+        copy(trained, workplace / str(seed), {"seed": seed}, {"test_missed": missed, "test_AP": AP})
+    out = compare("0", "1", "2")[0]
+    assert re.findall("^(red|green|blue|white) ", out, re.M) == ["white", "red", "green", "blue"]
+    assert re.search(r"^green +60.00 ± 10.00 +\d+ +9 +5 +blue \(33 %\)$", out, re.M)
+    assert re.search(r"^white +12.50 ± 0.00 +\d+ +9 +0 +-$", out, re.M)
+    for name, alpha in (("em", 0.2), ("other", 0.1)):
+        copy(pseudo, workplace / name, {"alpha": alpha}, {"test_AP": dict(zip(names, (0.5, alpha, 0.3, 1.0)))})
+    out = compare("em", "other", "--html", "page.html")[0]
+    (head,) = re.findall("^AP of .*", out, re.M)
+    assert re.split("  +", head)[1:] == [
+        *re.findall(r"^(em_apl.*?)  ", out, re.M),
+        "known in training",
+        "test positives",
+    ]
+    assert re.findall("^(red|green|blue|white) ", out, re.M) == ["green", "blue", "red", "white"]
+    assert "AP per class, the lowest first" in Path("page.html").read_text()
+
+
+def test_a_run_of_an_older_version_has_no_counts(compare, trained, workplace):
+    copy(trained, workplace / "a")
+    old = {name: v for name, v in read(workplace / "a").items() if name not in ("test_missed", "train_observed")}
+    (workplace / "a/result.json").write_text(json.dumps(old))
+    out = compare("a", "--html", "page.html")[0]
+    assert re.search(r"^AP of +an.py$", out, re.M)
+    assert len(re.findall(r"^(red|green|blue|white) +[\d.]+$", out, re.M)) == 4
+    assert report.MISSED not in out
+
+
+def test_without_test_images_it_is_validation(compare, script, workplace):
+    folder = write_dataset(workplace / "own", n_train=40, n_test=1)
+    for name in ("val_images", "val_labels"):
+        (folder / f"formatted_{name}.npy").unlink()
+    script("an.py", "--dataset", folder, *SMALL, "--epochs", 2, "--workers", 0)
+    run = only_run(workplace)
+    result, (model, settings, classes) = read(run), predict.load_model(run, "cpu")
+    val = common.load(settings).val
+    p = predict.probabilities(model, val.images[val.rows], "cpu")
+    AP = dict(zip(classes, common.average_precision(p, val.y).tolist()))
+    assert result["val_AP"] == pytest.approx(AP)
+    assert {name: n["positives"] for name, n in result["val_missed"].items()} == dict(
+        zip(classes, val.y.sum(0).tolist())
+    )
+    out = compare(run)[0]
+    assert re.search(r"^method +runs +val mAP +minutes +images/s$", out, re.M)
+    assert re.search(rf"^an.py +1 +{result['val_mAP']:.2f} ", out, re.M)
+    assert re.search(r"^AP of +an.py +known in training +val positives +missed\b", out, re.M)
+    assert re.findall("^(red|green|blue|white) ", out, re.M) == sorted(AP, key=AP.get)
+
+
+@pytest.mark.parametrize("n", [1, 7, 300])
+def test_missed_positives_against_a_loop(n, monkeypatch):
+    monkeypatch.setattr(common, "ROWS", 64)  # several pieces, and a short one
+    classes, rs = list("abcde"), np.random.RandomState(n)
+    p, y, thresholds = rs.rand(n, 5).astype(np.float32), rs.rand(n, 5) < 0.4, rs.rand(5).astype(np.float32)
+    y[:, 4], y[0] = False, True  # a class without positives but in an image that shows all, where there is no other
+    expected = {}
+    for c, name in enumerate(classes):
+        times, missed = dict.fromkeys(classes, 0), 0
+        for i in range(n):
+            if y[i, c] and p[i, c] < thresholds[c]:
+                missed += 1
+                others = [d for d in range(5) if not y[i, d]]
+                if others:
+                    times[classes[max(others, key=lambda d: p[i, d])]] += 1
+        most = max(times, key=times.get)
+        expected[name] = dict(positives=y[:, c].sum(), missed=missed, taken_for=most if times[most] else None)
+        expected[name] |= {"times": times[most]}
+    given = torch.from_numpy(p), torch.from_numpy(y.astype(np.uint8)), classes, torch.from_numpy(thresholds)
+    assert common.missed_positives(*given) == expected
+    assert any(numbers["times"] for numbers in expected.values()) == (n > 1)
 
 
 def test_variants_are_rows_of_their_own(compare, runs, trained, pseudo, workplace):
@@ -201,11 +317,11 @@ def test_the_preset_stays_the_baseline(compare, workplace, trained, pseudo):
     assert re.search(r"^an.py --lr 0.25 +1 +70.00", out, re.M)
     assert "an.py --lr 0.25 - AN" in out
     assert "em_apl.py --warmup 2 - AN" in out
-    sentence = "Where the table has a row an.py and others, differences from it are shown here."
-    assert sentence not in Path("page.html").read_text()
+    title = "AP per class, difference from an.py"
+    assert title in Path("page.html").read_text()
     for runs in (["a"], ["c"]):
         compare(*runs, "--html", "page.html")
-        assert sentence in Path("page.html").read_text()
+        assert title not in Path("page.html").read_text()
 
 
 def test_a_run_named_twice_counts_once(compare, workplace, trained):
@@ -245,7 +361,7 @@ def test_published_figures_are_of_commands_that_there_are(command):
     script = importlib.import_module(name.removesuffix(".py"))
     settings = common.parse(script.Args, script.PRESETS, ["--dataset", "voc", *flags])
     preset = common.preset_settings(script.Args, script.PRESETS, script.Args(dataset="voc"))
-    run = report.Run(Path(), name, settings, preset, 0.0, {}, 0.0, [], "", {}, "")
+    run = report.Run(Path(), name, settings, preset, 0.0, {}, 0.0, [], "", {}, "", {})
     assert run.method() + (" --init_from RUN" if settings.init_from else "") == command
     assert run.published() == (report.PUBLISHED[command][0], True)
 
@@ -386,15 +502,17 @@ def test_what_is_no_finished_run_is_left_out(compare, script, runs, workplace, t
 def badly_named(workplace, trained, pseudo):
     """Two runs whose classes are called what no one should call a class"""
     for name, source in (("a", trained), ("b", pseudo)):
-        AP = dict(zip(BAD_NAMES, read(source)["test_AP"].values()))
-        copy(source, workplace / f"bad/{name}", {"dataset": "/x/<i>&_set"}, {"test_AP": AP})
+        result = {what: dict(zip(BAD_NAMES, read(source)[what].values())) for what in ("test_AP", "train_observed")}
+        missed = dict(positives=9, missed=5, taken_for=BAD_NAMES[2], times=4)
+        result["test_missed"] = dict.fromkeys(BAD_NAMES, missed)
+        copy(source, workplace / f"bad/{name}", {"dataset": "/x/<i>&_set"}, result)
     return sorted((workplace / "bad").iterdir())
 
 
 def test_markdown(compare, badly_named):
     out, _ = compare(*badly_named, "--markdown")
     lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in out.splitlines() if line.startswith("|")]
-    assert [len(line) for line in lines] == [7] * 4 + [3] * 6
+    assert [len(line) for line in lines] == [6] * 4 + [5] * 6
     cells = {html.unescape(line[0].strip()).replace("\\|", "|") for line in lines}
     assert cells >= set(BAD_NAMES)
     assert "<script>" not in out
@@ -405,7 +523,7 @@ def test_latex(compare, badly_named, workplace):
     out, _ = compare(*badly_named, "again", "--latex")
     assert out.count(r"\begin{tabular}") == out.count(r"\end{tabular}") == 2
     body = [line for line in out.splitlines() if line.endswith(r"\\")]
-    assert [len(re.findall(r"(?<!\\)&", line)) for line in body] == [6] * 3 + [2] * 5
+    assert [len(re.findall(r"(?<!\\)&", line)) for line in body] == [5] * 3 + [4] * 5
     assert r"50\% \& more\_\#1" in out
     assert r"\textbackslash{} name\$" in out
     assert r"$\pm$" in out
@@ -414,8 +532,19 @@ def test_latex(compare, badly_named, workplace):
 
 
 def test_csv_keeps_names_as_they_are(compare, badly_named):
-    lines = csv.DictReader(io.StringIO(compare(*badly_named, "--csv")[0]))
+    lines = list(csv.DictReader(io.StringIO(compare(*badly_named, "--csv")[0])))
     assert {line["class"] for line in lines} == {"", *BAD_NAMES}
+    assert {line["taken_for"] for line in lines} == {"", BAD_NAMES[2]}
+
+
+def test_bad_names_of_one_run(compare, badly_named):
+    latex, markdown = (compare(badly_named[0], flag)[0] for flag in ("--latex", "--markdown"))
+    assert report.tex(f"{BAD_NAMES[2]} (80 %)") in latex
+    assert html.escape(f"{BAD_NAMES[2]} (80 %)", quote=False).replace("|", "\\|") in markdown
+    compare(badly_named[0], "--html", "page.html")
+    page = Path("page.html").read_text().split('<script id="data"')[0]
+    assert not any(name in page for name in BAD_NAMES[:3])
+    assert f'<tr data-class="{html.escape(BAD_NAMES[0])}">' in page
 
 
 # ---- the page
@@ -554,6 +683,7 @@ frame.onload = () => {
   found.numbers = numbers.length;
   found.highest_number = Math.max(...numbers.map(number => box(number).height));
   found.too_far_right = Math.max(...numbers.map(number => box(number).right - box(number.closest(".card")).right));
+  found.mAP_too_far_right = box(table.tBodies[0].rows[0].cells[2]).right - box(table.parentElement).right;
   const button = table.querySelectorAll("th button")[2];
   button.click();
   found.down = first();
@@ -602,6 +732,7 @@ def test_the_page_in_a_browser(compare, runs, workplace):
     assert found["numbers"] == (workplace / "page.html").read_text().count('class="p ') * 2  # one per method
     assert found["highest_number"] < 15  # one line
     assert found["too_far_right"] <= 0
+    assert found["mAP_too_far_right"] <= 0  # without scrolling
     mAP = {"an.py": np.mean([read(run)["test_mAP"] for run in runs[:3]])}
     mAP["em_apl.py --warmup 2"] = read(runs[3])["test_mAP"]
     assert found["down"] == sorted(mAP, key=mAP.get, reverse=True)
