@@ -2,9 +2,11 @@
 
     python report.py runs/*
     python report.py runs/* --html report.html
+    python report.py runs/grid/* --grid tau theta --out grid.png
 
 A row is a method: its script and those of its own flags that differ from the preset. Numbers are test mAP at the best
-validation epoch, mean ± standard deviation over the runs. The page is one file and needs no network.
+validation epoch, mean ± standard deviation over the runs. The page is one file and needs no network. A grid is the
+validation mAP, mean over seeds, and the precision of the pseudo-positives at the best epoch, if there are any.
 """
 
 import base64
@@ -41,6 +43,8 @@ class Args:
     latex: bool = False  # print the tables as LaTeX, for booktabs
     csv: bool = False  # print one table with all classes as CSV
     html: str = ""  # write a page to this file
+    grid: tuple[str, ...] = ()  # one or two settings: validation mAP over their values, instead of the other tables
+    out: str = ""  # draw the grid into this PNG
     classes: int = 20  # classes in the table of AP: the largest differences from AN or, without AN, the lowest (0: all)
     data_root: str = ""  # where the data sets are, for the page's images, if not where the runs found them
     seed: int = 0  # of the page's choice of images
@@ -170,13 +174,21 @@ class Run:
         """{epoch: value} of the epochs that have one"""
         return {int(row["epoch"]): row[name] for row in self.epochs if np.isfinite(row.get(name, np.nan))}
 
+    def at_best(self, name):
+        """Value of a column at the best epoch, None where it has none"""
+        return self.column(name).get(self.result.get("best_epoch"))
+
 
 def as_flag(name, value):
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no_{name}"]
     if isinstance(value, tuple):
         return [f"--{name}", *map(str, value)]
-    return [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
+    return [f"--{name}", as_label(value)]
+
+
+def as_label(value):
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def read_run(path):
@@ -423,19 +435,25 @@ def as_latex(table):
     return "\n".join([begin, r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"])
 
 
-def print_tables(datasets, args):
+def print_parts(parts, args):
+    """Tables and sentences"""
     show = as_markdown if args.markdown else as_latex if args.latex else as_text
     say = tex if args.latex else str
-    parts = [show(overview(datasets))] if len(datasets) > 1 else []
+    parts = filter(None, (say(part) if isinstance(part, str) else show(part) for part in parts))
+    print("\n".join(map(data_prep.printable, "\n\n".join(parts).split("\n"))))
+
+
+def print_tables(datasets, args):
+    parts = [overview(datasets)] if len(datasets) > 1 else []
     for name, rows in datasets.items():
-        parts += [say(name), show(details(rows)), say(footnote(rows))]
+        parts += [name, details(rows), footnote(rows)]
         number_of_classes = len(rows[0].runs[0].AP)
         if number_of_classes:
             table = class_table(rows, args.classes)
-            parts += [show(table), say(MISSED if "missed" in table[0] else "")]
+            parts += [table, MISSED if "missed" in table[0] else ""]
         if 0 < args.classes < number_of_classes:
-            parts.append(say(f"{args.classes} of {number_of_classes} classes; --classes 0 shows all"))
-    print("\n".join(map(data_prep.printable, "\n\n".join(filter(None, parts)).split("\n"))))
+            parts.append(f"{args.classes} of {number_of_classes} classes; --classes 0 shows all")
+    print_parts(parts, args)
 
 
 def csv_table(datasets):
@@ -660,7 +678,125 @@ def write_page(datasets, args, warnings):
         temporary.write_text(page, "utf-8")
 
 
-# ---- 5. Go
+# ---- 5. Grid
+
+AVERAGED = {*common.RESUME_MAY_CHANGE, "compile", "seed"}  # in which the runs of a cell may differ
+ON_A_GRID = {"validation mAP": "val_mAP", "precision of the pseudo-positives, %": "pseudo_positives_precision"}
+
+
+def setting(run, name):
+    """Its value; paths as they are compared"""
+    paths = {"script": run.script, "dataset": run.source(), "init_from": run.start()}
+    return paths[name] if name in paths else getattr(run.settings, name, None)
+
+
+def varying(runs):
+    """What the runs differ in, of all that decides results but the seed -> {name: values in order}"""
+    names = dict.fromkeys(["script", *(field.name for run in runs for field in fields(run.settings))])
+    values = {name: {setting(run, name) for run in runs} for name in names if name not in AVERAGED}
+    order = lambda value: (0, value, "") if isinstance(value, int | float) else (1, 0, str(value))
+    return {name: sorted(those, key=order) for name, those in values.items() if len(those) > 1}
+
+
+def find_cells(runs, names, warn):
+    """-> the values of each name, and {a value of each: the runs that have them}"""
+    varied, cells = varying(runs), {}
+    axes = {name: values for name, values in varied.items() if None not in values}  # that all runs have
+    for name in names:
+        if name not in axes:
+            have_it = all(setting(run, name) is not None for run in runs)
+            why = "it is the same in all runs" if have_it else "not every run has such a setting"
+            common.die(f"--grid {name}: {why}; they differ in {', '.join(axes) or 'nothing'}")
+    for run in runs:
+        cells.setdefault(tuple(setting(run, name) for name in names), []).append(run)
+    for cell, those in cells.items():
+        where = ", ".join(f"{name} {as_label(value)}" for name, value in zip(names, cell))
+        if apart := varying(those):
+            common.die(f"--grid: the runs with {where} differ in {', '.join(apart)} too, so they have no mean")
+        seeds = sorted(run.settings.seed for run in those)
+        if len(set(seeds)) < len(seeds):
+            warn(f"the runs with {where} have seeds {', '.join(map(str, seeds))}")
+    if others := [name for name in varied if name not in names]:
+        warn(f"not only {' and '.join(names)} but also {', '.join(others)} differ over the grid")
+    return [axes[name] for name in names], cells
+
+
+def over_cells(axes, cells):
+    """{what is measured: (mean, standard deviation) over the seeds, arrays with an axis per setting}, NaN: no value"""
+    found = {}
+    for title, column in ON_A_GRID.items():
+        mean, std = np.full((2, *map(len, axes)), np.nan)
+        for cell, runs in cells.items():
+            place = tuple(values.index(each) for values, each in zip(axes, cell))
+            values = [v for run in runs if (v := run.at_best(column)) is not None]
+            mean[place] = np.mean(values) if values else np.nan
+            std[place] = np.std(values, ddof=1) if len(values) > 1 else np.nan
+        if np.isfinite(mean).any():
+            found[title] = mean, std
+    return found
+
+
+def grid_tables(names, axes, found):
+    """[(title, table)]: one per measure, or with one setting one of all"""
+    first, *rest = ([as_label(value) for value in values] for values in axes)
+    shown = {title: np.vectorize(spread)(mean, std) for title, (mean, std) in found.items()}
+    shown = {title: np.where(cells == "-", "", cells) for title, cells in shown.items()}
+    if not rest:
+        return [("", [[names[0], *shown], *zip(first, *shown.values())])]
+    head = [" \\ ".join(names), *rest[0]]
+    return [(title, [head, *([value, *line] for value, line in zip(first, cells))]) for title, cells in shown.items()]
+
+
+def grid_csv(names, axes, cells, found):
+    """A line per cell"""
+    columns = [ON_A_GRID[title] for title in found]
+    table = [[*names, "runs", *(name for column in columns for name in (column, f"{column}_std"))]]
+    for cell, runs in sorted(cells.items(), key=lambda item: [a.index(v) for a, v in zip(axes, item[0])]):
+        place = tuple(values.index(value) for values, value in zip(axes, cell))
+        numbers = [array[place] for both in found.values() for array in both]
+        table.append([*cell, len(runs), *("" if np.isnan(number) else number for number in numbers)])
+    return without_blanks(table)
+
+
+def draw_grid(path, names, axes, found):
+    """Cells of two settings, a line over one"""
+    plt, labels = data_prep.pyplot(), [[as_label(value) for value in values] for values in axes]
+    size = (1.6 + 0.62 * len(axes[1]), 1.1 + 0.62 * len(axes[0])) if len(names) == 2 else (4.2, 3)
+    figure, places = plt.subplots(
+        1, len(found), figsize=(size[0] * len(found), size[1]), squeeze=False, layout="constrained"
+    )
+    for axis, (title, (mean, std)) in zip(places[0], found.items()):
+        axis.set_title(title, fontsize=11)
+        axis.set_xticks(range(len(axes[-1])), labels[-1])
+        axis.set_xlabel(names[-1])
+        if len(names) == 1:
+            axis.errorbar(range(len(mean)), mean, np.nan_to_num(std), fmt="o-", color="#1d7f42", capsize=3)
+            axis.grid(alpha=0.3)
+            continue
+        picture = axis.imshow(mean, cmap="YlGn", aspect="auto")
+        for i, j in np.argwhere(np.isfinite(mean)):
+            paint = "white" if picture.norm(mean[i, j]) > 0.6 else "black"
+            axis.text(j, i, f"{mean[i, j]:.1f}", ha="center", va="center", color=paint)
+        axis.set_yticks(range(len(axes[0])), labels[0])
+        axis.set_ylabel(names[0])
+        axis.spines[:].set_visible(False)
+    data_prep.save_figure(figure, path)
+
+
+def report_grid(runs, args, warn):
+    axes, cells = find_cells(runs, args.grid, warn)
+    found = over_cells(axes, cells)
+    if not found:
+        common.die("--grid: none of these runs has a validation mAP")
+    if args.csv:
+        csv.writer(sys.stdout).writerows(grid_csv(args.grid, axes, cells, found))
+    else:
+        print_parts([part for titled in grid_tables(args.grid, axes, found) for part in titled], args)
+    if args.out:
+        draw_grid(args.out, args.grid, axes, found)
+
+
+# ---- 6. Go
 
 if __name__ == "__main__":
     sys.excepthook = data_prep.explain
@@ -672,12 +808,23 @@ if __name__ == "__main__":
     if not 0 <= args.seed < 2**32:
         common.die(f"--seed {args.seed}: at least 0 and below 2^32")
     common.find_device(args.device)
-    if args.html and not Path(args.html).absolute().parent.is_dir():
-        common.die(f"--html {args.html}: there is no such folder")
+    if len(args.grid) > 2 or len(set(args.grid)) < len(args.grid):
+        common.die(f"--grid {' '.join(args.grid)}: one setting or two, after the runs")
+    if args.html if args.grid else args.out:
+        common.die("--html is the page of the tables, --out the picture of --grid")
+    for flag, path in (("html", args.html), ("out", args.out)):
+        if path and not Path(path).absolute().parent.is_dir():
+            common.die(f"--{flag} {path}: there is no such folder")
     warnings = []
-    datasets = group(read_runs(args.runs, warnings.append))
-    if not datasets:
+    warn = lambda warnings: [print(f"warning: {data_prep.printable(warning)}", file=sys.stderr) for warning in warnings]
+    runs = list(read_runs(args.runs, warnings.append))
+    if not runs:
         common.die(f"there is nothing to compare ({'; '.join(warnings) or 'no run was named'})")
+    if args.grid:
+        report_grid(runs, args, warnings.append)
+        warn(warnings)
+        sys.exit()
+    datasets = group(runs)
     for name, rows in datasets.items():
         check(name, rows, warnings.append)
     if args.csv:
@@ -685,7 +832,6 @@ if __name__ == "__main__":
     else:
         print_tables(datasets, args)
     said = len(warnings)
-    warn = lambda warnings: [print(f"warning: {data_prep.printable(warning)}", file=sys.stderr) for warning in warnings]
     warn(warnings)
     if args.html:
         write_page(datasets, args, warnings)

@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, SMALL, finish, make_its_own, metrics, only_run, start, write_dataset
+from PIL import Image
 
 import an
 import common
+import data_prep
 import predict
 import report
 
@@ -778,3 +780,100 @@ def test_the_gallery_shows_each_methods_own_probabilities(compare, runs, squares
             c = data.classes.index(name)
             expected = [f"{p[m][image, c]:.2f}" for m in ("an.py", "em_apl.py")]
             assert re.findall(r" ([\d.]+)(?:,|$)", said) == re.findall(r"<b>(.*?)</b>", numbers) == expected
+
+
+# ---- the grid
+
+
+@pytest.fixture
+def grid(workplace, trained):
+    """vlpl.py over tau and theta: two seeds, the cell (0.1, 0.3) missing, precision in the cells of tau 0.01"""
+    for tau, theta, seed in ((0.01, 0.3, 0), (0.01, 0.3, 1), (0.01, 0.1, 0), (0.1, 0.1, 0)):
+        run = copy(
+            trained, workplace / f"grid/{tau}-{theta}-{seed}", dict(tau=tau, theta=theta, seed=seed), method="vlpl"
+        )
+        best, values = read(run)["best_epoch"], dict.fromkeys(range(1, 5), 0.0)
+        rewrite(run, val_mAP=[*(values | {best: 100 * theta + 5000 * tau + 10 * seed}).values()])
+        if tau == 0.01:
+            rewrite(run, pseudo_positives_precision=[*(values | {best: 40 + seed}).values()])
+    return sorted((workplace / "grid").iterdir())
+
+
+def test_a_grid_by_hand(compare, grid, workplace):
+    out, warnings = compare(*grid, "--grid", "tau", "theta", "--out", "grid.png")
+    assert warnings == []
+    lines = [re.split("  +", line.strip()) for line in out.splitlines() if line]
+    assert lines[:4] == [
+        ["validation mAP"],
+        ["tau \\ theta", "0.1", "0.3"],
+        ["0.01", "60.00", "85.00 ± 7.07"],  # 10 + 50; 30 + 50 and 10 more
+        ["0.1", "510.00"],
+    ]
+    assert lines[4:] == [["precision of the pseudo-positives, %"], lines[1], ["0.01", "40.00", "40.50 ± 0.71"], ["0.1"]]
+    with Image.open("grid.png") as picture:
+        assert np.asarray(picture.convert("L")).std() > 20
+    lines = list(csv.DictReader(io.StringIO(compare(*grid, "--grid", "theta", "tau", "--csv")[0])))
+    cells = [(line["theta"], line["tau"], line["runs"], line["val_mAP"]) for line in lines]
+    assert cells == [("0.1", "0.01", "1", "60.0"), ("0.1", "0.1", "1", "510.0"), ("0.3", "0.01", "2", "85.0")]
+    assert [line["pseudo_positives_precision"] for line in lines] == ["40.0", "", "40.5"]
+    assert "0.1 & 510.00 &  \\\\" in compare(*grid, "--grid", "tau", "theta", "--latex")[0]
+    assert "| 0.1 | 510.00 |  |" in compare(*grid, "--grid", "tau", "theta", "--markdown")[0]
+
+
+def test_the_picture_of_a_grid(grid, monkeypatch):
+    runs, found = list(report.read_runs(grid, pytest.fail)), []
+    monkeypatch.setattr(data_prep, "save_figure", lambda figure, _: found.append(figure))
+    axes, cells = report.find_cells(runs, ("tau", "theta"), pytest.fail)
+    report.draw_grid("x", ("tau", "theta"), axes, report.over_cells(axes, cells))
+    mAP, precision = found[0].axes
+    shown = lambda axis: {tuple(map(int, text.get_position())): text.get_text() for text in axis.texts}
+    assert shown(mAP) == {(0, 0): "60.0", (1, 0): "85.0", (0, 1): "510.0"}  # x, y
+    assert shown(precision) == {(0, 0): "40.0", (1, 0): "40.5"}
+    assert [tick.get_text() for tick in mAP.get_xticklabels()] == ["0.1", "0.3"]
+    assert [tick.get_text() for tick in mAP.get_yticklabels()] == ["0.01", "0.1"]
+    assert (mAP.get_xlabel(), mAP.get_ylabel()) == ("theta", "tau")
+    assert np.isnan(mAP.images[0].get_array().filled(np.nan)).tolist() == [[False, False], [False, True]]
+    axes, cells = report.find_cells(runs[:3], ("theta",), pytest.fail)
+    report.draw_grid("x", ("theta",), axes, report.over_cells(axes, cells))
+    line = found[1].axes[0].lines[0]
+    assert [*line.get_ydata()] == [60, 85]
+    assert [tick.get_text() for tick in found[1].axes[0].get_xticklabels()] == ["0.1", "0.3"]
+
+
+def test_a_line_over_one_setting(compare, grid, workplace):
+    out = compare(*grid[:3], "--grid", "theta", "--out", "line.png")[0]
+    lines = [re.split("  +", line.strip()) for line in out.splitlines()]
+    assert lines[0] == ["theta", "validation mAP", "precision of the pseudo-positives, %"]
+    assert lines[1:] == [["0.1", "60.00", "40.00"], ["0.3", "85.00 ± 7.07", "40.50 ± 0.71"]]
+    assert Path("line.png").stat().st_size > 5000
+    copy(grid[0], workplace / "wide", {"theta": 0.7, "lr": 0.5})
+    _, warnings = compare(*grid[:3], "wide", "--grid", "theta")
+    assert warnings == ["warning: not only theta but also lr differ over the grid"]
+    copy(grid[0], workplace / "again")
+    _, warnings = compare(*grid[:3], "again", "--grid", "theta")
+    assert warnings == ["warning: the runs with theta 0.1 have seeds 0, 0"]
+
+
+def test_grids_that_cant_be(compare, grid, workplace, trained):
+    copy(trained, workplace / "an")
+    copy(grid[0], workplace / "blind")
+    rewrite(workplace / "blind", val_mAP=[""] * 4, pseudo_positives_precision=[""] * 4)
+    copy(workplace / "blind", workplace / "blind2", {"theta": 0.5})
+    for arguments, expected in (
+        ([*grid, "--grid", "rho"], "--grid rho: it is the same in all runs; they differ in tau, theta"),
+        (
+            [*grid, "--grid", "tau", "queue"],
+            "--grid queue: not every run has such a setting; they differ in tau, theta",
+        ),
+        (["an", grid[0], "--grid", "tau"], "--grid tau: not every run has such a setting; they differ in script"),
+        ([grid[1], grid[2], "--grid", "tau"], "--grid tau: it is the same in all runs; they differ in nothing"),
+        ([*grid, "--grid", "tau"], "--grid: the runs with tau 0.01 differ in theta too, so they have no mean"),
+        (["blind", "blind2", "--grid", "theta"], "--grid: none of these runs has a validation mAP"),
+        (["--grid", "tau", "theta", *grid], "one setting or two, after the runs"),
+        ([*grid, "--grid", "tau", "tau"], "--grid tau tau: one setting or two"),
+        ([*grid, "--grid", "tau", "theta", "--out", "no/x.png"], "--out no/x.png: there is no such folder"),
+        ([*grid, "--out", "x.png"], "--html is the page of the tables, --out the picture of --grid"),
+        ([*grid, "--grid", "tau", "--html", "x"], "--html is the page of the tables"),
+    ):
+        with pytest.raises(SystemExit, match=f"error: .*{re.escape(expected)}"):
+            compare(*arguments)
