@@ -103,7 +103,7 @@ class Args:
 
 RESUME_MAY_CHANGE = {"data_root", "out", "name", "device", "workers", "tensorboard", "resume", "eval_only"}
 RESUME_MAY_CHANGE |= {"save_minutes", "pixels"}
-KNOWN = dict.fromkeys(("voc", "voc2007"))  # data sets whose settings are the scripts' defaults
+KNOWN = dict.fromkeys(("scenes", "voc", "voc2007", "coco", "coco_all", "nus", "cub"))  # they have papers' settings
 CPU = "--device cpu"  # in PRESETS: your own images without a GPU
 
 

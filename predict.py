@@ -113,7 +113,7 @@ def probabilities(model, pixels, device):
 
 
 def tuned_thresholds(run, classes):
-    """Those of the best F1 on validation, (C,), or None where the run has none"""
+    """Those that the run has tuned on validation, (C,), or None where it has none"""
     path = Path(run) / "result.json"
     if not path.exists():  # a folder of --card, or the run is unfinished and there are none
         path = Path(run) / "config.json"
@@ -358,7 +358,7 @@ def write_card(folder, run, settings, classes, tuned):
     config |= {"classes": classes, "thresholds": None if tuned is None else dict(zip(classes, tuned.tolist()))}
     config |= {"settings": kept, "processes": 1, "model_class": checkpoint["model_class"], "probe": checkpoint["probe"]}
     config |= {"probe": config["probe"].tolist()} if torch.is_tensor(config["probe"]) else {}
-    numbers = {"val_mAP", "test_mAP", "test_F1", "test_F1_tuned", "test_AP"} & checkpoint.keys()
+    numbers = {"val_mAP", "val_known_mAP", "test_mAP", "test_F1", "test_F1_tuned", "test_AP"} & checkpoint.keys()
     config |= common.known({name: checkpoint[name] for name in sorted(numbers)})
     data_prep.make_folder(folder)
     weights = {name: value.clone().contiguous() for name, value in checkpoint["model"].items()}
@@ -375,6 +375,9 @@ def card(config, name):
     escape = lambda text: data_prep.printable(text).replace("|", "\\|")
     test = {"mAP": config.get("test_mAP", math.nan), **{f1: config.get(f"test_{f1}") for f1 in ("F1", "F1_tuned")}}
     columns = [config["thresholds"] or {}, config.get("test_AP", {})]
+    how = "tuned for the best F1 on validation images"
+    if "val_known_mAP" in config:
+        how = "set to find a share of the known labels of held-out images; its precision is not known"
     rows = ([escape(c), *(f"{values[c]:.3f}" if c in values else "-" for values in columns)] for c in config["classes"])
     return f"""---
 license: unknown  # choose one before you publish this
@@ -387,7 +390,7 @@ tags: {json.dumps(["image-classification", "multi-label", "single-positive", con
 Which of {len(config["classes"])} labels apply to an image: {config["backbone"]} at {config["image_size"]} pixels,
 trained by `{config["method"]}.py` on {escape(Path(config["settings"]["dataset"]).name)} with incomplete labels.
 
-{common.in_words(config.get("val_mAP", math.nan), test)}
+{common.in_words({name: config[name] for name in ("val_mAP", "val_known_mAP") if name in config}, test)}
 
 With the code of *Single-positive multi-label learning, one file per method*, which executes `script.py`:
 
@@ -395,8 +398,8 @@ With the code of *Single-positive multi-label learning, one file per method*, wh
 python predict.py FOLDER photos
 ```
 
-`model.safetensors` holds the weights, `config.json` the settings. A label applies from its threshold on, tuned on
-validation images (-: 0.5). AP is that of the test images.
+`model.safetensors` holds the weights, `config.json` the settings. A label applies from its threshold on, {how}
+(-: 0.5). AP is that of the test images.
 
 | class | threshold | AP |
 |---|---|---|

@@ -207,7 +207,8 @@ def read_run(path):
     AP = {name: 100 * value for name, value in result.get(f"{measured_on}_AP", {}).items()}
     around = {"commit": config["commit"].removesuffix("-dirty")[:7], "torch": config["versions"]["torch"]}
     around |= {"device": config["device"], "processes": config["processes"]}
-    around |= {"validation": "none" if result["val_mAP"] is None else "yes", "measured_on": measured_on}
+    by = "full labels" if result["val_mAP"] is not None else "known labels" if "val_known_mAP" in result else "none"
+    around |= {"validation": by, "measured_on": measured_on}
     known = path, method, settings, preset, mAP, AP, result["seconds"], epochs, config["commit"], around
     return Run(*known, config.get("working_directory", ""), result)
 
@@ -242,8 +243,9 @@ class Row:
     def measured_on(self):
         return self.runs[0].around["measured_on"]
 
-    def val_mAP(self):
-        return self.over_runs([np.nan if run.result["val_mAP"] is None else run.result["val_mAP"] for run in self.runs])
+    def val_mAP(self, name="val_mAP"):
+        values = [run.result.get(name) for run in self.runs]
+        return self.over_runs([np.nan if value is None else value for value in values])
 
     def observed(self, name):
         return self.runs[0].result.get("train_observed", {}).get(name)
@@ -357,13 +359,15 @@ def overview(datasets):
 
 
 def details(rows):
-    table = [["method", "runs", "test mAP", "published", "difference", "val mAP", "minutes", "images/s"]]
+    table = [["method", "runs", "test mAP", "published", "difference"]]
+    table[0] += ["val mAP", "val known mAP", "minutes", "images/s"]
     for row in rows:
         figure, alike = row.published()
         shown = [figure, row.mAP()[0] - figure] if figure else []
         known = [("" if alike else "~") + number(*value) for value in zip(shown, (".2f", "+.2f"))] or ["-", "-"]
         mAP = spread(*row.mAP()) if row.measured_on() == "test" else "-"
-        ends = [spread(*row.val_mAP()), number(row.seconds() / 60, ".1f"), number(row.images_per_s(), ".0f")]
+        ends = [spread(*row.val_mAP()), spread(*row.val_mAP("val_known_mAP"))]
+        ends += [number(row.seconds() / 60, ".1f"), number(row.images_per_s(), ".0f")]
         table.append([row.method, str(len(row.runs)), mAP, *known, *ends])
     return without_blanks(table)
 
@@ -519,9 +523,9 @@ def curve(rows, name):
 def curves(rows):
     """-> charts of validation mAP and of the precision of pseudo-labels, and of every other column"""
     names = dict.fromkeys(name for row in rows for run in row.runs for epoch in run.epochs for name in epoch)
-    order = lambda name: (name != "val_mAP", not name.startswith("pseudo_"))
+    order = lambda name: (name not in CRITERIA, not name.startswith("pseudo_"))
     names = sorted((name for name in names if name not in common.NO_RESULTS), key=order)
-    first = [name for name in names if name == "val_mAP" or re.fullmatch("pseudo_.*_precision", name)]
+    first = [name for name in names if name in CRITERIA or re.fullmatch("pseudo_.*_precision", name)]
     draw = lambda names: "".join(curve(rows, name) for name in names)
     return draw(first), draw(name for name in names if name not in first)
 
@@ -681,6 +685,7 @@ def write_page(datasets, args, warnings):
 # ---- 5. Grid
 
 AVERAGED = {*common.RESUME_MAY_CHANGE, "compile", "seed"}  # in which the runs of a cell may differ
+CRITERIA = ("val_mAP", "val_known_mAP")  # columns of metrics.csv that choose the best epoch
 ON_A_GRID = {"validation mAP": "val_mAP", "precision of the pseudo-positives, %": "pseudo_positives_precision"}
 
 

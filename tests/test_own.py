@@ -226,3 +226,22 @@ def test_how_long_it_takes(squares, workplace):
     process.communicate()
     # 10 epochs of 10 steps of 4 s, and 20 + 100 images to evaluate for 80 to train: 400 s * 1.5
     assert 9 <= int(found[1]) <= 14
+
+
+def test_report_and_card_of_known_labels_alone(known_only, script, workplace):
+    for seed in (0, 1):
+        script("an.py", "--dataset", known_only, *SMALL, "--epochs", 2, "--seed", seed, "--name", f"s{seed}")
+    values = [json.loads((workplace / f"runs/s{n}/result.json").read_text())["val_known_mAP"] for n in (0, 1)]
+    out = script("report.py", "runs/s0", "runs/s1")
+    assert "val known mAP" in out
+    assert f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f}" in out
+    assert "val mAP" not in out
+    with pytest.raises(SystemExit) as end:
+        script("predict.py", "runs/s0", "--card", "card")
+    assert not end.value.code
+    card = (workplace / "card/README.md").read_text()
+    assert f"val known mAP {values[0]:.2f}" in card
+    assert "set to find a share of the known labels" in card
+    with pytest.raises(SystemExit) as end:
+        script("predict.py", "card", f"{known_only}/images/val_0.png")
+    assert not end.value.code
