@@ -204,6 +204,12 @@ def damp(loader, clip, text, split, epoch, args):
     return common.gather(pseudo, len(split))
 
 
+def score_images(clip, text, split, name, cache, tau):
+    """CLIP's softmax scores of the plain images of a split, without tiles -> (N, C)"""
+    image = torch.from_numpy(clip.embed_images(split, name, cache).astype(np.float64)).to(text.device)
+    return (image @ text.T / tau).softmax(1)
+
+
 def class_embeddings(clip, texts, cache, args, device):
     """The classes' texts with the label graph's noise, computed once -> (C, D) unit vectors"""
     text = torch.from_numpy(clip.embed_texts(texts, cache).astype(np.float64)).to(device)  # (C, D), not unit
@@ -235,13 +241,16 @@ if __name__ == "__main__":
 
     labels = SimpleNamespace(pseudo=torch.zeros_like(data.train.z, dtype=torch.int8))  # new vs an.py
     text = class_embeddings(clip, texts, run.cache, args, run.device) if clip else None
+    if clip:  # judged by whole images, each its only tile: views of them all would take as long as an epoch's
+        choose = lambda s, z: damp_pseudo_labels(s, s[:, None], z, args.nu, args.zeta_global, args.k, args.delta)
+        scores = lambda name: score_images(clip, text, getattr(data, name), name, run.cache, args.tau)
+        common.judge_clip(run, data, scores, choose, "lower --zeta_global, or try another --prompt or --tau")
     constants = args.q_pos, args.q_neg, args.lambda1, args.lambda2, args.rho, eta, m
 
     for epoch in run.epochs(model=model, optimizer=optimizer, labels=labels):  # all of these are in last.pt
         w, b, mu, sigma = (ramp(ends, epoch, args.epochs) for ends in (args.w, args.b, args.mu, args.sigma))
         if clip and (epoch - 1) % args.refresh_every == 0:  # new vs an.py
             labels.pseudo = damp(run.loader, clip, text, data.train, epoch, args)
-            common.warn_of_few(labels.pseudo, "lower --zeta_global, or try another --prompt or --tau")
         for x, z, idx in run.batches(data.train, flip=True):  # x (B, 3, H, W) in 0..1, z (B, C) observed, idx (B,) rows
             with run.autocast():
                 logits = model(x)  # (B, C)

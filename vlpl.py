@@ -129,8 +129,9 @@ if __name__ == "__main__":
     labels = SimpleNamespace(pseudo=torch.zeros_like(data.train.z, dtype=torch.int8))  # new vs an.py
     if clip:  # it is frozen, so the pseudo-labels are computed once
         cosines = clip_cosines(clip, data, texts, run.cache)
-        labels.pseudo = vlpl_pseudo_labels(cosines["train"], data.train.z, args.tau, args.theta, args.delta)
-        common.warn_of_few(labels.pseudo, "lower --theta, or try another --prompt or --tau")
+        choose = lambda cosine, z: vlpl_pseudo_labels(cosine, z, args.tau, args.theta, args.delta)
+        labels.pseudo = choose(cosines["train"], data.train.z)
+        common.judge_clip(run, data, cosines.get, choose, "lower --theta, or try another --prompt or --tau")
         if zero_shot := zero_shot_mAP(cosines, data.splits(), args.tau):
             run.summarise("clip_zero_shot_mAP", zero_shot)
         del clip  # its memory is the model's now

@@ -2,6 +2,7 @@ import json
 import math
 import re
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -575,12 +576,127 @@ def test_a_clip_backbone_loads_its_projection_from_a_file(tmp_path):
     assert expected.shape == (1, 512)
 
 
+# ---- what CLIP is worth
+
+
+def test_agreement_by_hand():
+    scores = torch.tensor([[0.5, 0.3, 0.1, 0.1], [0.2, 0.2, 0.4, 0.2], [0.5, 0.3, 0.1, 0.4], [0.1, 0.2, 0.3, 0.4]])
+    z = torch.tensor([[0, 1, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]])
+    # above two of three; above none of three and level with two; above both others, and above one of them
+    assert common.agreement(scores, z) == pytest.approx(100 * (2 / 3 + 1 / 3 + 1 + 1 / 2) / 4)
+    z[2] = 1  # all are known: no other class
+    assert common.agreement(scores, z) == pytest.approx(100 * (2 / 3 + 1 / 3) / 2)
+    assert common.agreement(torch.zeros(4, 4), z) == 50
+    many = 2 * common.ROWS + 1  # in pieces
+    assert common.agreement(scores[:1].expand(many, 4), z[:1].expand(many, 4)) == pytest.approx(200 / 3)
+
+
+def judged(capsys, scores, val=None, **train):
+    """judge_clip of a CLIP with these scores of validation or training images, where 0.5 makes a pseudo-positive"""
+    split = lambda **labels: common.Split(None, np.arange(len(scores)), labels.get("y"), labels.get("z"))
+    data = common.Data([], split(**train), None if val is None else split(**val), None)
+    choose = lambda score, z: ((score > 0.5) & (z == 0)).char()
+    summaries = {}
+    run = SimpleNamespace(summarise=summaries.__setitem__)
+    common.judge_clip(run, data, {"val": scores, "train": scores}.__getitem__, choose, "lower --theta")
+    ((name, numbers),) = summaries.items()
+    return name, numbers, capsys.readouterr().out
+
+
+def test_clip_is_judged_by_full_labels_where_there_are(capsys):
+    y = torch.tensor([[1, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1]])
+    scores = torch.tensor([[0.9, 0.0, 0.1], [0.8, 0.7, 0.2], [0.3, 0.6, 0.1], [0.4, 0.3, 0.1]])
+    name, numbers, out = judged(capsys, scores, val=dict(y=y), z=y)
+    expected = {"pseudo_positives_per_image": 1.0, "pseudo_positives_precision": 75.0}
+    expected |= {"pseudo_positives_precision_at_random": 37.5}  # two of a class in half of the images, two of a rarer
+    expected |= {"agreement": 75.0, "agreement_at_random": 50.0}  # three labels are above both others, one above none
+    assert (name, out) == ("clip_on_val", "")
+    assert numbers == pytest.approx(expected)
+    _, numbers, out = judged(capsys, scores.roll(1, dims=1), val=dict(y=y), z=y)
+    assert numbers["pseudo_positives_precision"] == 0
+    assert out.startswith("warning: CLIP hardly knows these classes: try class names as CLIP would")
+    _, numbers, out = judged(capsys, scores / 2, val=dict(y=y), z=y)  # no pseudo-positive: agreement decides
+    assert "pseudo_positives_precision" not in numbers
+    assert out == "warning: 0 % of the val images have a pseudo-positive: lower --theta\n"
+    _, _, out = judged(capsys, scores.roll(1, dims=1) / 2, val=dict(y=y), z=y)
+    assert "hardly knows" in out
+
+
+@pytest.mark.parametrize("right", [9, 13, 14, 20])
+def test_twice_the_odds_of_a_random_choice_can_be_reached_by_frequent_classes(right, capsys):
+    """Of 40 images half are positive and 20 are chosen: 65 % is below odds of 2 to 1, 70 % is above"""
+    y = torch.cat([torch.ones(20, 1), torch.zeros(20, 1)]).long()
+    scores = torch.zeros(40, 1)
+    scores[20 - right : 40 - right] = 1
+    _, numbers, out = judged(capsys, scores, val=dict(y=y), z=y)
+    assert numbers["pseudo_positives_precision"] == 5 * right
+    assert ("hardly knows" in out) == (right < 14)
+
+
+@pytest.mark.parametrize("val", [None, {"z": torch.eye(4)}], ids=["no validation", "without full labels"])
+def test_clip_is_judged_by_known_labels_where_full_ones_are_missing(val, capsys):
+    z = torch.tensor([[1, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1]])
+    scores = torch.tensor([[0.9, 0.0, 0.1], [0.8, 0.7, 0.2], [0.3, 0.6, 0.1], [0.4, 0.3, 0.1]])
+    name, numbers, out = judged(capsys, scores, val=val, z=z)
+    expected = {"pseudo_positives_per_image": 0.25, "agreement": 75.0, "agreement_at_random": 50.0}
+    assert (name, numbers, out) == ("clip_on_train", expected, "")
+    _, numbers, out = judged(capsys, 1 - scores, val=val, z=z)
+    assert numbers["agreement"] == 25
+    assert "warning: CLIP hardly knows these classes" in out
+
+
 @pytest.mark.parametrize(("rows", "warned"), [(0, True), (2, True), (5, False)])
 def test_few_pseudo_positives_are_warned_of(rows, warned, capsys):
     """Of 400 images: none and 0.5 % are few, 1.25 % is not"""
-    pseudo = torch.full((400, 5), -1, dtype=torch.int8)
-    pseudo[:rows, 2] = 1
-    common.warn_of_few(pseudo, "lower --theta")
-    out = capsys.readouterr().out
-    assert ("warning" in out) == warned
-    assert not warned or f"{rows / 4:.2g} % of the training images have a pseudo-positive: lower --theta" in out
+    z = torch.zeros(400, 5, dtype=torch.int8)
+    z[:, 1] = 1
+    scores = 0.4 * z
+    scores[:rows, 2] = 0.9
+    out = judged(capsys, scores, z=z)[2]
+    few = f"warning: {rows / 4:.2g} % of the train images have a pseudo-positive: lower --theta\n"
+    assert out == (few if warned else "")
+
+
+@pytest.fixture(scope="module")
+def few_scenes(tmp_path_factory):
+    """A folder with 250 images of scenes as one's own data set; a test copies it"""
+    folder = tmp_path_factory.mktemp("few") / "own"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scenes, "SIZES", {"train": 250, "val": 1})
+        scenes.make(folder)
+    return folder
+
+
+NAMES = {
+    "right": scenes.CLASSES,
+    "meaningless": [f"qzx{i}" for i in range(20)],
+    "permuted": scenes.CLASSES[7:] + scenes.CLASSES[:7],
+}
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["val", "train"])
+@pytest.mark.parametrize("names", NAMES)
+@pytest.mark.parametrize("name", ["vlpl.py", "aevlp.py"])
+def test_a_run_says_what_clip_is_worth(name, names, full, script, few_scenes, workplace):
+    folder = shutil.copytree(few_scenes, workplace / "own")
+    (folder / "dataset.json").write_text(json.dumps({"classes": NAMES[names], "image_folder": "images"}))
+    if not full:
+        y = np.load(folder / "formatted_train_labels.npy")
+        np.save(folder / "formatted_train_labels_obs.npy", common.draw_single_positives(y))
+        (folder / "formatted_train_labels.npy").unlink()
+    clip = ("--clip_model", "scenes", "--max_steps", 1, "--workers", 0)
+    clip += ("--grid", 2, "--tau", 0.07, "--zeta_global", 0.4, "--positives", 2) if name == "aevlp.py" else ()
+    out = script(name, "--dataset", folder, *SMALL, *clip)
+    where = "val" if full else "train"
+    line = re.search(rf"^clip_on_{where}: (.+)$", out, re.M)
+    assert out.index("clip_on_") < out.index("epoch  1/")
+    numbers = {word: float(value) for word, value in (pair.split() for pair in line[1].split(", "))}
+    kept = json.loads((only_run(workplace) / "result.json").read_text())[f"clip_on_{where}"]
+    assert numbers == pytest.approx(kept, abs=0.005)
+    assert ("hardly knows these classes" in out) == (names != "right")
+    assert 70 < numbers["agreement"] < 90 if names == "right" else 40 < numbers["agreement"] < 60
+    if names == "meaningless":  # classes of as many tokens have the same score
+        assert numbers["pseudo_positives_per_image"] == 0
+    elif full:
+        ratio = numbers["pseudo_positives_precision"] / numbers["pseudo_positives_precision_at_random"]
+        assert ratio > 3 if names == "right" else ratio < 2
