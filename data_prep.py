@@ -71,22 +71,24 @@ except ImportError:  # optional
 @dataclass
 class Args:
     dataset: tyro.conf.Positional[Literal["scenes", "voc", "voc2007", "coco", "nus", "cub", "custom"]]
-    data_root: str = "data"  # the data set goes into a folder of its own in here
-    raw: str = ""  # archives or extracted files that you have, if not in <data_root>/<data set>/raw
-    image_size: int = 0  # of the image cache (0: 448, and no cache of your photos if it took over 20 times their space)
-    cache: bool = True  # --no_cache saves disk: the scripts then decode the files in every epoch
+    data_root: str = "data"  # folder of the data sets
+    raw: str = ""  # folder of your archives or extracted files (default: <data_root>/<data set>/raw)
+    image_size: int = (
+        0  # side of the cached images (0: 448, and no cache of your photos if it took over 20 times their space)
+    )
+    cache: bool = True  # cache of resized images (--no_cache: files are decoded in every epoch)
     keep_empty: bool = False  # coco: also the images without labels, as the data set coco_all
-    check: bool = False  # only verify what is there, every image included
-    contact_sheet: str = ""  # also write a picture of 5 x 5 training images with their labels
-    name: str = ""  # custom: what --dataset will call it
-    images: str = ""  # custom: the folder of your images
+    check: bool = False  # verification only, of every image
+    contact_sheet: str = ""  # PNG of 5 x 5 training images with their labels
+    name: str = ""  # custom: name of the data set, for --dataset
+    images: str = ""  # custom: folder of your images
     labels: str = ""  # custom: table of the training images and their known labels: image,label or image,label1;label2
     val: str = ""  # custom: table of fully labelled validation images, or Label Studio's JSON export
     test: str = ""  # custom: table of fully labelled test images, or Label Studio's JSON export
-    classes: str = ""  # custom: a file with a class a line, or names joined by commas, if not all that occur
+    classes: str = ""  # custom: file with a class per line, or names joined by commas (default: all that occur)
     from_folders: bool = False  # custom: one sub-folder of --images per class, instead of --labels
     ignore_case: bool = False  # custom: one class for names that differ in case, white space or Unicode form only
-    skip_damaged: bool = False  # custom: photos that can't be read are listed and left out
+    skip_damaged: bool = False  # custom: unreadable photos are listed and left out
 
 
 # ---- 2. Files and images, which common.py reads in the same way

@@ -56,16 +56,16 @@ CLOSE = 0.05  # and from those of this script, whose images are squashed by PIL
 class Args:
     run: tyro.conf.Positional[str]  # a run directory, or a folder of --card
     images: tyro.conf.Positional[tuple[str, ...]] = ()  # images, or folders of them
-    threshold: str = "auto"  # labels from this probability on; auto: per class, as the run has tuned it, else 0.5
-    top: int = 5  # labels per image, at most
-    csv: str = ""  # write the probability of every class to this file
-    figure: str = ""  # draw the images with their probabilities into this PNG
-    to_label: int = 0  # so many images of a folder to be labelled by hand, with suggestions, written to --out
+    threshold: str = "auto"  # lowest probability of a label (auto: the run's tuned thresholds, else 0.5)
+    top: int = 5  # highest number of labels per image
+    csv: str = ""  # CSV file for the probabilities of all classes
+    figure: str = ""  # PNG file of the images with their probabilities
+    to_label: int = 0  # number of images to draw for labelling by hand, with suggestions, into --out
     to_label_by: Literal["random", "uncertainty"] = "random"  # random: to measure with; uncertainty: to train with
-    out: str = ""  # tasks.json, for Label Studio, or tasks.csv, to fill in
-    seed: int = 0  # of the images that are drawn at random
-    export: str = ""  # write the model, preprocessing included, to this .pt2 or .onnx file
-    card: str = ""  # write weights, settings, script and a model card to this new folder, ready for a model hub
+    out: str = ""  # file for --to_label: tasks.json (Label Studio) or tasks.csv (to fill in)
+    seed: int = 0  # seed of the random draw
+    export: str = ""  # .pt2 or .onnx file for the model with its preprocessing
+    card: str = ""  # new folder for weights, settings, script and model card, ready for a model hub
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
 
 

@@ -42,12 +42,12 @@ class Args:
     markdown: bool = False  # print the tables as Markdown
     latex: bool = False  # print the tables as LaTeX, for booktabs
     csv: bool = False  # print one table with all classes as CSV
-    html: str = ""  # write a page to this file
+    html: str = ""  # HTML file of the report, with curves and images
     grid: tuple[str, ...] = ()  # one or two settings: validation mAP over their values, instead of the other tables
-    out: str = ""  # draw the grid into this PNG
+    out: str = ""  # PNG file of the grid
     classes: int = 20  # classes in the table of AP: the largest differences from AN or, without AN, the lowest (0: all)
-    data_root: str = ""  # where the data sets are, for the page's images, if not where the runs found them
-    seed: int = 0  # of the page's choice of images
+    data_root: str = ""  # folder of the data sets, for the page's images (default: that of the runs)
+    seed: int = 0  # seed of the page's choice of images
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
 
 

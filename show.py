@@ -44,8 +44,8 @@ FOR_VIEWS = (
 class Args:
     run: tyro.conf.Positional[str]  # a run directory
     images: tuple[int, ...] = ()  # rows of the training set (none: 8, evenly spaced)
-    out: str = ""  # folder of the pictures, if not the run directory
-    data_root: str = ""  # folder of the data sets, if not where the run found them
+    out: str = ""  # folder of the pictures (default: the run directory)
+    data_root: str = ""  # folder of the data sets (default: that of the run)
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
 
 
