@@ -1665,10 +1665,10 @@ class Run:
         """What the curve of the last stage suggests"""
         args, best, first, last = self.args, self.best["epoch"], self.began_at + 1, self.epoch
         if self.data.val and self.data.val.y is None:
-            how = f"{100 * args.recall:.0f} % of its known labels are found"
+            how = f"each finds {100 * args.recall:.0f} % of its class's known labels"
             if args.labels_per_image:
-                how = f"images have {args.labels_per_image:g} labels on average"
-            print(f"thresholds are such that per class {how}; nobody knows how many of the labels given are right")
+                how = f"together they give {args.labels_per_image:g} labels per image"
+            print(f"thresholds: {how}; the precision of the labels is unknown without full validation labels")
         if args.smoke or args.max_steps or not self.data.val or last - first < 2:
             return
         if best == last == self.last_epoch:

@@ -808,7 +808,7 @@ def read_custom(args):
     elif args.labels:
         tables["train"] = read_table(args.labels, folder, problems)
     else:
-        die("say which label is known of each image: --labels labels.csv, or --from_folders")
+        die("the known labels are missing: give --labels labels.csv, or --from_folders")
     for part, path in (("valid", args.val), ("val", args.test)):
         if path:
             tables[part] = read_table(path, folder, problems)
@@ -1146,7 +1146,7 @@ def visit(images, what, target, rows, compare, finished=lambda rows: None):
                 problems += failed.values()
                 bar.update(len(chunk))
         except BrokenProcessPool:
-            die("a process that decodes images was killed (out of memory or disk?): run this again to go on")
+            die("a process that decodes images was killed (out of memory or disk?): run this again to resume")
         except BaseException:
             workers.shutdown(wait=False, cancel_futures=True)
             raise
@@ -1352,7 +1352,7 @@ def plan_cache(folder, to_cache, sparing):
     if need:
         print(f"the image cache takes {need / 1e9:.1f} GB; {free / 1e9:.0f} GB are free", flush=True)
     if need - there > free:
-        die("the disk is too small for the image cache: say --no_cache, or choose a smaller --image_size")
+        die("the disk is too small for the image cache: use --no_cache, or choose a smaller --image_size")
     return True
 
 

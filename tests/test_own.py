@@ -137,7 +137,7 @@ def test_thresholds_find_the_stated_share():
 def test_a_run_with_known_labels_alone(known_only, script, workplace):
     out = script("an.py", "--dataset", known_only, *SMALL, "--epochs", 4, "--recall", 0.6)
     assert "20 of the training images choose the epoch, by the mAP of their known labels" in out
-    assert "per class 60 % of its known labels are found" in out
+    assert "each finds 60 % of its class's known labels" in out
     run = only_run(workplace)
     rows, result = metrics(run), json.loads((run / "result.json").read_text())
     chosen = max(rows, key=lambda row: float(row["val_known_mAP"]))

@@ -477,7 +477,7 @@ def test_what_is_no_finished_run_is_left_out(compare, script, runs, workplace, t
         warnings,
         (
             "not a run directory",
-            "unfinished, go on with python an.py --resume runs/young",
+            "unfinished, resume it with python an.py --resume runs/young",
             "No such file",
             "extinct",
             "test_mAP",
