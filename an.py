@@ -44,9 +44,10 @@ PRESETS = {  # the defaults are VOC's
 
 
 def an_loss(logits, z):
-    """Eq. 1 of Zhou et al.: mean over (B, C) of -log p where z = 1, -log(1 - p) elsewhere"""
+    """Eq. 1 of Zhou et al.: mean over (B, C) of -log p where z = 1, -log(1 - p) elsewhere. -> loss, its parts"""
     logits = common.full_precision(logits)
-    return -torch.where(z == 1, F.logsigmoid(logits), F.logsigmoid(-logits)).mean()
+    cost = -torch.where(z == 1, F.logsigmoid(logits), F.logsigmoid(-logits))
+    return cost.mean(), dict(loss_positive=(cost * (z == 1)).mean(), loss_negative=(cost * (z != 1)).mean())
 
 
 # ---- 3. Train
@@ -62,8 +63,8 @@ if __name__ == "__main__":
         for x, z, idx in run.batches(data.train, flip=True):  # x (B, 3, H, W) in 0..1, z (B, C) observed, idx (B,) rows
             with run.autocast():
                 logits = model(x)  # (B, C)
-            loss = an_loss(logits, z)
+            loss, parts = an_loss(logits, z)
             run.backward(loss)
             run.step(optimizer)
-            run.log(loss=loss)
+            run.log(loss=loss, **parts)
         run.evaluate(model, data)

@@ -59,13 +59,15 @@ PRESETS = {  # Zhou et al., supplement B.2; the defaults are VOC's
 
 # same as in an.py: an_loss
 def an_loss(logits, z):
-    """Eq. 1 of Zhou et al.: mean over (B, C) of -log p where z = 1, -log(1 - p) elsewhere"""
+    """Eq. 1 of Zhou et al.: mean over (B, C) of -log p where z = 1, -log(1 - p) elsewhere. -> loss, its parts"""
     logits = common.full_precision(logits)
-    return -torch.where(z == 1, F.logsigmoid(logits), F.logsigmoid(-logits)).mean()
+    cost = -torch.where(z == 1, F.logsigmoid(logits), F.logsigmoid(-logits))
+    return cost.mean(), dict(loss_positive=(cost * (z == 1)).mean(), loss_negative=(cost * (z != 1)).mean())
 
 
 def baseline_loss(logits, z, y, args):
-    """The loss of --loss: a cost of the observed positives and one of all other labels, mean over (B, C)"""
+    """The loss of --loss: a cost of the observed positives and one of all other labels, mean over (B, C). -> loss, its
+    parts"""
     logits = common.full_precision(logits)
     positive, other = -F.logsigmoid(logits), -F.logsigmoid(-logits)  # -log p, -log(1 - p)
     p = logits.sigmoid()
@@ -90,12 +92,14 @@ def baseline_loss(logits, z, y, args):
         case "epr":
             expected = p.sum(1).mean()
             other = ((expected - args.epr_positives) / logits.shape[1]) ** 2
-            return (positive * (z == 1)).mean() + other
+            positive = (positive * (z == 1)).mean()
+            return positive + other, dict(loss_positive=positive, loss_negative=other)
         case "bce_full":
             return an_loss(logits, y)
         case "bce_1p_alln":  # the positives that were not observed cost nothing
             other = other * (y == 0)
-    return torch.where(z == 1, positive, other).mean()
+    cost = torch.where(z == 1, positive, other)
+    return cost.mean(), dict(loss_positive=(cost * (z == 1)).mean(), loss_negative=(cost * (z != 1)).mean())
 
 
 def penalty(model, l1, l2):
@@ -119,10 +123,11 @@ if __name__ == "__main__":
         for x, z, idx in run.batches(data.train, flip=True):  # x (B, 3, H, W) in 0..1, z (B, C) observed, idx (B,) rows
             with run.autocast():
                 logits = model(x)  # (B, C)
-            loss = baseline_loss(logits, z, data.train.true(idx), args)
+            loss, parts = baseline_loss(logits, z, data.train.true(idx), args)
             if args.l1 or args.l2:
-                loss = loss + penalty(model, args.l1, args.l2)
+                parts["loss_penalty"] = penalty(model, args.l1, args.l2)
+                loss = loss + parts["loss_penalty"]
             run.backward(loss)
             run.step(optimizer)
-            run.log(loss=loss)
+            run.log(loss=loss, **parts)
         run.evaluate(model, data)

@@ -331,7 +331,7 @@ def the_loop(bench):
             done = run_script("an.py", *flags)
             batches = [(x, z) for x, z, _ in done.run.batches(done.data.train, flip=True)]
             ours.append(middle(done, "images_per_s"))
-            bare.append(bare_rate(done, batches, lambda x, z: an.an_loss(done.model(x), z)))  # noqa: B023
+            bare.append(bare_rate(done, batches, lambda x, z: an.an_loss(done.model(x), z)[0]))  # noqa: B023
         yield compare(1, f"an.py over the bare step ({what})", ours, bare, "img/s", at_least=0.95)
     yield from waits(bench)
 

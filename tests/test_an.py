@@ -16,7 +16,10 @@ def test_an_loss_by_hand():
     logits = torch.tensor([[0.0, math.log(3)], [-math.log(3), 0.0]])  # p = 1/2, 3/4; 1/4, 1/2
     z = torch.tensor([[1, 0], [0, 1]])
     expected = (math.log(2) + math.log(4) + math.log(4 / 3) + math.log(2)) / 4
-    assert an.an_loss(logits, z).item() == pytest.approx(expected, abs=1e-6)
+    loss, parts = an.an_loss(logits, z)
+    assert loss.item() == pytest.approx(expected, abs=1e-6)
+    assert parts["loss_positive"].item() == pytest.approx(2 * math.log(2) / 4, abs=1e-6)
+    assert parts["loss_negative"].item() == pytest.approx((math.log(4) + math.log(4 / 3)) / 4, abs=1e-6)
 
 
 @pytest.fixture
@@ -29,16 +32,16 @@ def batch():
 
 def test_an_gradient_is_p_minus_z(batch):
     logits, z = batch
-    torch.autograd.gradcheck(lambda x: an.an_loss(x, z), logits.requires_grad_())
-    (gradient,) = torch.autograd.grad(an.an_loss(logits, z), logits)
+    torch.autograd.gradcheck(lambda x: an.an_loss(x, z)[0], logits.requires_grad_())
+    (gradient,) = torch.autograd.grad(an.an_loss(logits, z)[0], logits)
     torch.testing.assert_close(gradient, (logits.detach().sigmoid() - z) / 35)
 
 
 def test_the_loss_changes_nothing_and_takes_labels_of_any_dtype(batch):
     logits, z = batch
-    before, loss = [t.clone() for t in batch], an.an_loss(logits, z)
+    before, loss = [t.clone() for t in batch], an.an_loss(logits, z)[0]
     for dtype in (torch.float32, torch.int64, torch.bool):
-        assert an.an_loss(logits, z.to(dtype)) == loss
+        assert an.an_loss(logits, z.to(dtype))[0] == loss
     assert all(torch.equal(new, old) for new, old in zip(batch, before))
 
 
@@ -47,9 +50,9 @@ def test_the_loss_changes_nothing_and_takes_labels_of_any_dtype(batch):
 def test_the_loss_is_computed_in_full_precision(dtype, autocast, batch):
     logits, z = batch[0].to(dtype).requires_grad_(), batch[1]
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = an.an_loss(logits, z)
+        loss = an.an_loss(logits, z)[0]
     assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert loss.item() == pytest.approx(an.an_loss(logits.double(), z).item(), rel=1e-6)
+    assert loss.item() == pytest.approx(an.an_loss(logits.double(), z)[0].item(), rel=1e-6)
     (gradient,) = torch.autograd.grad(loss, logits)
     assert gradient.dtype == dtype
 
@@ -57,7 +60,7 @@ def test_the_loss_is_computed_in_full_precision(dtype, autocast, batch):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_extreme_logits_stay_finite(dtype):
     logits = torch.tensor([[100.0, -100.0, 0.0], [-100.0, 100.0, 0.0]], dtype=dtype, requires_grad=True)
-    loss = an.an_loss(logits, torch.tensor([[0, 1, 0], [0, 0, 0]]))
+    loss = an.an_loss(logits, torch.tensor([[0, 1, 0], [0, 0, 0]]))[0]
     (gradient,) = torch.autograd.grad(loss, logits)
     assert loss.item() == pytest.approx((300 + 2 * math.log(2)) / 6)
     assert gradient.isfinite().all()
@@ -132,7 +135,10 @@ def test_the_logged_loss_is_that_of_its_step(script, squares, workplace):
     run.epoch = 1
     ((x, z, idx),) = run.batches(data.train, flip=True)
     (row,) = metrics(only_run(workplace))
-    assert float(row["loss"]) == pytest.approx(an.an_loss(model(x), z).item(), rel=1e-4)
+    loss, parts = an.an_loss(model(x), z)
+    for name, value in dict(loss=loss, **parts).items():
+        assert float(row[name]) == pytest.approx(value.item(), rel=1e-4)
+    assert float(row["loss_positive"]) + float(row["loss_negative"]) == pytest.approx(float(row["loss"]))
     assert torch.equal(z, data.train.z[idx])
 
 

@@ -57,7 +57,7 @@ def test_losses_by_hand():
     expected = dict(an=log2, wan=log2 / 2, dw=log2 * 1.3 / 4, ls=log2, n_ls=log2, entmin=log2 * 2.2 / 4)
     expected |= dict(focal=log2 * (0.75 + 3 * 0.25) / 4 / 4, asl=(log2 - 3 * 0.3**2 * math.log(0.7)) / 4)
     expected |= dict(epr=log2 / 4 + (0.5 / 4) ** 2, bce_full=log2, bce_1p_alln=3 * log2 / 4)
-    got = {loss: baselines.baseline_loss(logits, z, y, settings(loss)).item() for loss in LOSSES}
+    got = {loss: baselines.baseline_loss(logits, z, y, settings(loss))[0].item() for loss in LOSSES}
     assert got == pytest.approx(expected, rel=1e-6)
 
 
@@ -70,16 +70,28 @@ def test_losses_against_a_slow_reference(loss, batch):
     if loss == "epr":
         expected += ((logits.sigmoid().sum().item() / 6 - a.epr_positives) / 5) ** 2
     before = logits.clone(), z.clone(), y.clone()
-    assert baselines.baseline_loss(logits, z, y, a).item() == pytest.approx(expected, rel=1e-12)
+    assert baselines.baseline_loss(logits, z, y, a)[0].item() == pytest.approx(expected, rel=1e-12)
     assert all(torch.equal(new, old) for new, old in zip((logits, z, y), before))
     for dtype in (torch.float32, torch.int64, torch.bool):
-        assert baselines.baseline_loss(logits, z.to(dtype), y, a).item() == pytest.approx(expected, rel=1e-12)
+        assert baselines.baseline_loss(logits, z.to(dtype), y, a)[0].item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_parts_are_those_of_positives_and_others(loss, batch):
+    logits, z, y = batch
+    a = settings(loss)
+    value, parts = baselines.baseline_loss(logits, z, y, a)
+    positive = y if loss == "bce_full" else z
+    labels = [(n, c) for n in range(6) for c in range(5) if positive[n, c]]
+    expected = sum(slow(loss, logits[n, c].item(), z[n, c], y[n, c], 5, a) for n, c in labels) / 30
+    assert parts["loss_positive"].item() == pytest.approx(expected, rel=1e-12)
+    assert sum(parts.values()).item() == pytest.approx(value.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_full_labels_are_for_the_upper_bounds_alone(loss, batch):
     logits, z, y = batch
-    value = lambda full: baselines.baseline_loss(logits, z, full, settings(loss)).item()
+    value = lambda full: baselines.baseline_loss(logits, z, full, settings(loss))[0].item()
     if loss.startswith("bce"):
         assert value(y) != value(1 - y)
     else:
@@ -89,18 +101,18 @@ def test_full_labels_are_for_the_upper_bounds_alone(loss, batch):
 def test_limits(batch):
     """What a setting of its own turns into AN"""
     logits, z, y = batch
-    expected = an.an_loss(logits, z).item()
+    expected = an.an_loss(logits, z)[0].item()
     same = [("an", {}), ("dw", dict(dw_weight=1.0)), ("n_ls", dict(n_ls_target=0.0))]
     for loss, changes in [*same, ("asl", dict(asl_gamma=0.0, asl_margin=0.0))]:
-        assert baselines.baseline_loss(logits, z, y, settings(loss, **changes)).item() == pytest.approx(expected)
-    small = baselines.baseline_loss(logits, z, y, settings("asl", asl_margin=1e-9)).item()
-    assert small == pytest.approx(baselines.baseline_loss(logits, z, y, settings("asl", asl_margin=0.0)).item())
+        assert baselines.baseline_loss(logits, z, y, settings(loss, **changes))[0].item() == pytest.approx(expected)
+    small = baselines.baseline_loss(logits, z, y, settings("asl", asl_margin=1e-9))[0].item()
+    assert small == pytest.approx(baselines.baseline_loss(logits, z, y, settings("asl", asl_margin=0.0))[0].item())
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradients_by_finite_differences(loss, batch):
     logits, z, y = batch
-    torch.autograd.gradcheck(lambda x: baselines.baseline_loss(x, z, y, settings(loss)), logits.requires_grad_())
+    torch.autograd.gradcheck(lambda x: baselines.baseline_loss(x, z, y, settings(loss))[0], logits.requires_grad_())
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -109,9 +121,9 @@ def test_gradients_by_finite_differences(loss, batch):
 def test_losses_are_computed_in_full_precision(loss, dtype, autocast, batch):
     logits, z, y = batch[0].to(dtype).requires_grad_(), *batch[1:]
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        value = baselines.baseline_loss(logits, z, y, settings(loss))
+        value = baselines.baseline_loss(logits, z, y, settings(loss))[0]
     assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    expected = baselines.baseline_loss(logits.double(), z, y, settings(loss)).item()
+    expected = baselines.baseline_loss(logits.double(), z, y, settings(loss))[0].item()
     assert value.item() == pytest.approx(expected, rel=1e-5)
     (gradient,) = torch.autograd.grad(value, logits)
     assert gradient.dtype == dtype
@@ -131,7 +143,7 @@ def test_extreme_logits_stay_finite(loss, changes, dtype):
     logits = torch.tensor([[100.0, -100.0, 0.0], [-100.0, 100.0, 0.0]], dtype=dtype, requires_grad=True)
     z = torch.tensor([[0, 1, 0], [0, 0, 0]])
     y = torch.tensor([[0, 1, 1], [1, 0, 0]])
-    value = baselines.baseline_loss(logits, z, y, settings(loss, **changes))
+    value = baselines.baseline_loss(logits, z, y, settings(loss, **changes))[0]
     (gradient,) = torch.autograd.grad(value, logits)
     assert value.isfinite()
     assert gradient.isfinite().all()

@@ -56,8 +56,8 @@ THETA = (
         "    for epoch in run.epochs(model=model, optimizer=optimizer, **more):\n",
     ),
     (
-        "            loss = an_loss(logits, z)\n",
-        "            loss = an_loss(logits, z) + an_loss(labels.theta[idx], z)\n",
+        "            loss, parts = an_loss(logits, z)\n",
+        "            loss, parts = an_loss(logits, z)\n            loss = loss + an_loss(labels.theta[idx], z)[0]\n",
     ),
     ("            run.step(optimizer)\n", "            run.step(optimizer, theta_optimizer)\n"),
     ("        run.evaluate(model, data)\n", "        run.evaluate(model, data)\n        labels.rounds += 1\n"),
@@ -87,8 +87,8 @@ REBOUND = (
     IMPORT,
     (LOOP, "    labels = SimpleNamespace(seen=torch.zeros(1))\n" + LOOP.replace("r):", "r, labels=labels):")),
     (
-        "            loss = an_loss(logits, z)\n",
-        "            loss = an_loss(logits, z) * (1 + labels.seen.sum())\n"
+        "            loss, parts = an_loss(logits, z)\n",
+        "            loss, parts = an_loss(logits, z)\n            loss = loss * (1 + labels.seen.sum())\n"
         "            labels.seen = torch.cat([labels.seen, loss.detach()[None].cpu() / 100])\n",
     ),
 )
@@ -141,8 +141,8 @@ def test_a_state_that_each_process_changes_on_its_own_is_refused(squares, workpl
             + LOOP.replace("r):", "r, labels=labels):"),
         ),
         (
-            "            loss = an_loss(logits, z)\n",
-            "            loss = an_loss(logits, z)\n            labels.seen[idx] += 1\n",
+            "            loss, parts = an_loss(logits, z)\n",
+            "            loss, parts = an_loss(logits, z)\n            labels.seen[idx] += 1\n",
         ),
     )
     script = copy_of("an.py", workplace / "counting.py", *counting)
@@ -302,7 +302,7 @@ def test_room_between_backward_and_step(squares, workplace):
 
 
 def test_a_new_metric_gets_its_column_and_panel(squares, workplace, monkeypatch):
-    new = ("            run.log(loss=loss)\n", "            run.log(loss=loss, spread_of_logits=logits.std())\n")
+    new = ("run.log(loss=loss, **parts)\n", "run.log(loss=loss, **parts, spread_of_logits=logits.std())\n")
     script = copy_of("an.py", workplace / "metric.py", new)
     finish(start(script, "--dataset", squares, *FLAGS, cwd=workplace))
     rows = [{name: float(value) for name, value in row.items() if value} for row in metrics(only_run(workplace))]
@@ -373,8 +373,9 @@ def test_what_was_accumulated_and_every_generator_are_those_of_the_epoch(squares
     edits = (
         ("import torch\nimport torch.nn", "import random\n\nimport numpy as np\nimport torch\nimport torch.nn"),
         (
-            "            loss = an_loss(logits, z)\n",
-            "            loss = an_loss(logits, z) * np.random.rand() * random.random()\n",
+            "            loss, parts = an_loss(logits, z)\n",
+            "            loss, parts = an_loss(logits, z)\n"
+            "            loss = loss * np.random.rand() * random.random()\n",
         ),
         (
             "            run.step(optimizer)\n",

@@ -602,7 +602,8 @@ def test_a_column_that_nobody_knows_has_a_chart(compare, workplace, trained):
     page = Path("page.html").read_text()
     shown, folded = page.split("<summary>More columns</summary>")
     assert charts(shown) == ["val_mAP", "pseudo_odd_precision"]
-    assert charts(folded) == ["loss", "test_mAP", "margin_&lt;b&gt;", "half"]
+    losses = ["loss", "loss_positive", "loss_negative"]
+    assert charts(folded) == [*losses, "test_mAP", "margin_&lt;b&gt;", "half"]
     (figure,) = re.findall(r"<figcaption>margin_&lt;b&gt;.*?</figure>", page)
     lines = re.findall(r'class="(\w+)" style="\S+" d="M(.*?)h0"><title>(.*?)</title>', figure)
     assert [(kind, what) for kind, _, what in lines] == [

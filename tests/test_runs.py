@@ -463,7 +463,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 for epoch in run.epochs(model=model, optimizer=optimizer):
     model.eval()  # BatchNorm would see half the batch
     for x, z, idx in run.batches(data.train, flip=True):
-        loss = an.an_loss(model(x), z)
+        loss, _ = an.an_loss(model(x), z)
         run.backward(loss)
         run.step(optimizer)
         run.log(loss=loss)
@@ -511,7 +511,7 @@ for epoch in run.epochs(model=model, optimizer=optimizer):
     for x, z, idx in run.batches(data.train, flip=True):
         alone = copy.deepcopy(common.unwrap(model))
         both = [[net(x), net(x.flip(2))] for net in (model, alone)]
-        loss = an.an_loss(both[0][0], z) + an.an_loss(both[0][1], z)
+        loss = an.an_loss(both[0][0], z)[0] + an.an_loss(both[0][1], z)[0]
         run.backward(loss)
         run.step(optimizer)
         run.log(loss=loss)
@@ -603,7 +603,7 @@ state = dict(model=model, ema=ema, first=optimizers[0], second=optimizers[1], sc
 for epoch in run.epochs(**state):
     for x, z, idx in run.batches(data.train, flip=True):
         logits = model(torch.nn.functional.dropout(x))
-        loss = an.an_loss(logits, z) + an.an_loss(matrix[idx] + logits.detach(), z)
+        loss = an.an_loss(logits, z)[0] + an.an_loss(matrix[idx] + logits.detach(), z)[0]
         run.backward(loss)
         run.step(*optimizers)
         scheduler.step()
