@@ -76,8 +76,9 @@ PRESETS = {  # the defaults are VOC's
     | dict(eta=0.001, graph_u=50, graph_tau=0.2),
     "cub": dict(epochs=10, w=(0.0, 10.0), b=(-4.0, -8.0), nu=0.005, zeta_global=0.005, tau=0.1, k=32, lambda1=0.2)
     | dict(lambda2=0.8, eta=0.01, grid=5, graph_u=312),
-    # frozen features: chosen on validation; your own images without a GPU: small enough for it
+    # frozen features; chosen on validation
     "--linear": dict(epochs=20, lr=1e-5, refresh_every=20),
+    # your own images without a GPU: small enough for it
     "--device cpu": dict(linear=True, backbone="tf_efficientnet_lite0", image_size=224, clip_model="ViT-B-32"),
     # made here; chosen on its validation set
     "scenes": dict(epochs=24, lr=1e-3, image_size=64, backbone="resnet_small", weights="none")

@@ -33,8 +33,8 @@ PRESETS = {  # the defaults are VOC's
     "coco": dict(batch_size=16),
     "nus": dict(batch_size=16),
     "cub": dict(lr=1e-4),
-    # frozen features: chosen on validation; your own images without a GPU: small enough for it
-    "--linear": dict(epochs=20, lr=1e-4),
+    "--linear": dict(epochs=20, lr=1e-4),  # frozen features; chosen on validation
+    # your own images without a GPU: small enough for it
     "--device cpu": dict(linear=True, backbone="tf_efficientnet_lite0", image_size=224),
     # made here; chosen on its validation set
     "scenes": dict(epochs=24, lr=1e-3, image_size=64, backbone="resnet_small", weights="none"),

@@ -47,8 +47,8 @@ PRESETS = {  # Zhou et al., supplement B.2; the defaults are VOC's
     "nus": dict(batch_size=16, n_ls_target=0.1, entmin_weight=0.4, epr_positives=1.9),
     "cub": dict(lr=1e-4, dw_weight=0.02, n_ls_target=0.1, entmin_weight=0.4, asl_gamma=1.0, asl_margin=0.0)
     | dict(epr_positives=31.4),
-    # frozen features: chosen on validation; your own images without a GPU: small enough for it
-    "--linear": dict(epochs=20, lr=1e-4),
+    "--linear": dict(epochs=20, lr=1e-4),  # frozen features; chosen on validation
+    # your own images without a GPU: small enough for it
     "--device cpu": dict(linear=True, backbone="tf_efficientnet_lite0", image_size=224),
     # made here; chosen on its validation set
     "scenes": dict(epochs=24, lr=1e-3, image_size=64, backbone="resnet_small", weights="none", epr_positives=2.5),

@@ -43,8 +43,9 @@ PRESETS = {  # Zhou et al., Table 6; the defaults are VOC's
     "coco": dict(batch_size=16, alpha=0.1, beta=0.9),
     "nus": dict(batch_size=16, alpha=0.1, warmup=4, beta=0.2),
     "cub": dict(lr=1e-4, alpha=0.01, beta=0.4, warmup=3),
-    # frozen features: chosen on validation; your own images without a GPU: small enough for it
+    # frozen features; chosen on validation
     "--linear": dict(epochs=20, lr=1e-4, patience=-1),
+    # your own images without a GPU: small enough for it
     "--device cpu": dict(linear=True, backbone="tf_efficientnet_lite0", image_size=224),
     # made here; chosen on its validation set
     "scenes": dict(epochs=24, lr=1e-3, image_size=64, backbone="resnet_small", weights="none")

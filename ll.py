@@ -46,8 +46,9 @@ class Args(common.Args):
 PRESETS = {  # the authors' release; the defaults are those of COCO and NUS
     "voc": dict(lr=5e-3, sgd=True, delta_rel=(0.2, 0.2, 0.1)),
     "cub": dict(lr=7.5e-5, delta_rel=(0.4, 0.4, 0.2)),
-    # frozen features: chosen on validation; your own images without a GPU: small enough for it
+    # frozen features; chosen on validation
     "--linear": dict(epochs=20, batch_size=8, lr=1e-4, sgd=False, head_lr=1.0, delta_rel=(0.2, 0.05, 0.1)),
+    # your own images without a GPU: small enough for it
     "--device cpu": dict(linear=True, backbone="tf_efficientnet_lite0", image_size=224),
     # made here; chosen on its validation set
     "scenes": dict(epochs=24, lr=1e-3, image_size=64, backbone="resnet_small", weights="none")
@@ -74,11 +75,13 @@ def large_losses(logits, z, count, strictly=False):
 
 def ll_loss(logits, z, count, form="r"):
     """Mean over (B, C) of AN's losses, but of the count largest among the unobserved labels (large_losses): 0 in LL-R
-    ("r"), -log p in LL-Ct and LL-Cp ("ct", "cp"). count = 0 is AN"""
+    ("r"), -log p in LL-Ct and LL-Cp ("ct", "cp"). count = 0 is AN. -> loss, its parts"""
     large = large_losses(logits, z, count)
     if form == "r":
-        return label_losses(logits, z).masked_fill(large, 0).mean()
-    return label_losses(logits, torch.where(large, 1, z)).mean()
+        cost = label_losses(logits, z).masked_fill(large, 0)
+    else:
+        cost = label_losses(logits, torch.where(large, 1, z))
+    return cost.mean(), dict(loss_positive=(cost * (z == 1)).mean(), loss_negative=(cost * (z != 1)).mean())
 
 
 # ---- 3. Train
@@ -108,12 +111,12 @@ if __name__ == "__main__":
             with run.autocast():
                 logits = model(x)  # (B, C)
             z_now, count = z | labels.pseudo[idx], math.ceil(round(z.numel() * share, 9))  # new vs an.py
-            loss = ll_loss(logits, z_now, count, args.form)
+            loss, parts = ll_loss(logits, z_now, count, args.form)
             if args.form == "cp":
                 labels.pseudo[idx] |= large_losses(logits, z_now, count, strictly=True)
             run.backward(loss)
             run.step(optimizer)
-            run.log(loss=loss)
+            run.log(loss=loss, **parts)
             modified = large_losses(logits, z_now, count) | (z_now == 1)
             run.log_pseudo_labels(modified.char(), z, data.train.true(idx))
         if common.world() > 1:  # what each process found on its share of the images

@@ -67,8 +67,8 @@ PRESETS = {  # one positive per image: batch and lr of the other methods; partia
     "coco partial": PARTIAL_COCO,
     "coco_all partial": PARTIAL_COCO,  # with the images that have no label
     "voc2007 partial": dict(PARTIAL, epochs=55, batch_size=90, lr=4e-5, gamma=0.85, ema=0.991),
-    # frozen features: chosen on validation; your own images without a GPU: small enough for it
-    "--linear": dict(epochs=20, lr=1e-4),
+    "--linear": dict(epochs=20, lr=1e-4),  # frozen features; chosen on validation
+    # your own images without a GPU: small enough for it
     "--device cpu": dict(linear=True, backbone="tf_efficientnet_lite0", image_size=224),
     # made here; chosen on its validation set
     "scenes": dict(epochs=24, lr=1e-3, image_size=64, backbone="resnet_small", weights="none"),

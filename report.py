@@ -196,7 +196,9 @@ def read_run(path):
     settings = common.read_run_settings(script.Args, path)
     preset = common.preset_settings(script.Args, script.PRESETS, replace(settings, device=config["device"]))
     method = f"{config['method']}.py"
-    result = common.read_json(path / "result.json", f"{path} is unfinished, resume it with python {method} --resume {path}")
+    result = common.read_json(
+        path / "result.json", f"{path} is unfinished, resume it with python {method} --resume {path}"
+    )
     with open(path / "metrics.csv", newline="") as file:
         rows = csv.DictReader(file)
         epochs = [{name: float(value) for name, value in row.items() if value} for row in rows]

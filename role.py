@@ -41,8 +41,9 @@ PRESETS = {  # k: Cole et al.; batch size and learning rate as in an.py
     "coco": dict(batch_size=16, positives=2.9),
     "nus": dict(batch_size=16, positives=1.9),
     "cub": dict(lr=1e-4, positives=31.4),
-    # frozen features: chosen on validation; your own images without a GPU: small enough for it
+    # frozen features; chosen on validation
     "--linear": dict(epochs=25, batch_size=16, lr=3e-4, theta_lr=200.0),
+    # your own images without a GPU: small enough for it
     "--device cpu": dict(linear=True, backbone="tf_efficientnet_lite0", image_size=224),
     # made here; chosen on its validation set
     "scenes": dict(epochs=24, lr=1e-3, image_size=64, backbone="resnet_small", weights="none"),

@@ -50,8 +50,8 @@ PRESETS = {  # tau and theta: Xing et al., section 4.7; alpha and lr: the author
     "coco": dict(tau=0.01, alpha=0.1),
     "nus": dict(theta=0.1, alpha=0.1),
     "cub": dict(lr=1e-4, theta=0.01, alpha=0.01),
-    # frozen features: chosen on validation; your own images without a GPU: small enough for it
-    "--linear": dict(epochs=20, lr=1e-4),
+    "--linear": dict(epochs=20, lr=1e-4),  # frozen features; chosen on validation
+    # your own images without a GPU: small enough for it
     "--device cpu": dict(linear=True, backbone="tf_efficientnet_lite0", image_size=224, clip_model="ViT-B-32"),
     # made here; chosen on its validation set
     "scenes": dict(epochs=24, lr=1e-3, image_size=64, backbone="resnet_small", weights="none")
