@@ -2,10 +2,12 @@
 
     python show.py runs/voc-vlpl-s0-20261116-093000
     python show.py runs/voc-lac-s0-20261116-101500 --images 7 20
+    python show.py runs/voc-an-s0-20261116-111500 --probabilities
 
 Draws what the run has. pseudo.png: images, and the pseudo-labels of the last epoch on bars of the best model's
 probabilities or, if CLIP's scores of whole images made them, on bars of those. views.png: the tiles of the first image
 in the last round of pseudo-labels, and CLIP's scores of them. attention.png: where the classes look in the first image.
+probabilities.png, of any run: what the best model predicts for observed and hidden labels of all training images.
 The run's copy of its script is executed, so open only runs that you trust.
 """
 
@@ -27,6 +29,8 @@ import predict
 
 EVENLY_SPACED = 8  # images, if none are named
 ON_A_FIGURE = 200  # images; no more fit
+BINS = 25  # of a histogram of probabilities
+KINDS = {"observed positives": "#0072b2", "hidden positives": "#e69f00", "hidden negatives": "#8a8a8a"}  # Okabe and Ito
 FOR_VIEWS = (
     "class_embeddings",
     "draw_views",
@@ -44,6 +48,7 @@ FOR_VIEWS = (
 class Args:
     run: tyro.conf.Positional[str]  # a run directory
     images: tuple[int, ...] = ()  # rows of the training set (none: 8, evenly spaced)
+    probabilities: bool = False  # distributions of the best model's predictions for all training images
     out: str = ""  # folder of the pictures (default: the run directory)
     data_root: str = ""  # folder of the data sets (default: that of the run)
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
@@ -85,6 +90,23 @@ def observed_names(data, row):
 def is_there(data, row, c):
     """The true label, None where nobody knows it"""
     return None if data.train.y is None else bool(data.train.y[row, c])
+
+
+@torch.no_grad()
+def count_probabilities(model, data, loader):
+    """-> how many labels of each kind (KINDS) and class have a probability in each bin, (3, C, BINS), and the sums of
+    their probabilities, (3, C). Where nobody knows the true labels all hidden ones count as negatives"""
+    split, n_classes = data.train, len(data.classes)
+    counts, sums, batches = 0, 0, common.in_batches(np.arange(len(split)))
+    for idx, x in zip(batches, common.progress(loader.pixels(split, batches), "evaluating", total=len(batches))):
+        p, z = model(x).sigmoid(), split.z[idx]
+        hidden_positive = torch.zeros_like(z) if split.y is None else split.y[idx]
+        kind = torch.where(z == 1, 0, torch.where(hidden_positive == 1, 1, 2))
+        place = kind * n_classes + torch.arange(n_classes, device=p.device)  # (B, C)
+        bins = (p * BINS).long().clamp(max=BINS - 1)
+        counts += (place * BINS + bins).flatten().bincount(minlength=3 * n_classes * BINS).cpu()
+        sums += place.flatten().bincount(p.flatten().double(), minlength=3 * n_classes).cpu()
+    return counts.view(3, n_classes, BINS).numpy(), sums.view(3, n_classes).numpy()
 
 
 # ---- 3. Pictures
@@ -202,6 +224,35 @@ def draw_attention(path, model, data, row, pixels, device):
     data_prep.save_figure(figure, path)
 
 
+def draw_probabilities(path, data, counts, sums):
+    """Zhou et al. 2022, Fig. 2(c), 2(d), 8: densities of the probabilities over all classes and of the class with the
+    most hidden positives, and which share of each class's hidden labels is positive. -> {kind: number, mean}"""
+    plt, known, labels = data_prep.pyplot(), data.train.y is not None, counts.sum(2)  # (3, C)
+    names, edges = [*KINDS] if known else ["observed positives", "", "unobserved labels"], np.linspace(0, 1, BINS + 1)
+    most = labels[1 if known else 0].argmax()
+    figure, axes = plt.subplots(1, 2 + known, figsize=(4.2 * (2 + known), 3.4), layout="constrained")
+    for axis, title, some in zip(axes, ("all classes", data.classes[most]), (slice(None), [most])):
+        for name, colour, count, total in zip(names, KINDS.values(), counts[:, some].sum(1), sums[:, some].sum(1)):
+            if n := count.sum():
+                axis.stairs(count / n * BINS, edges, color=colour, fill=True, alpha=0.25)
+                axis.stairs(count / n * BINS, edges, color=colour, label=f"{name}: mean {total / n:.2f}")
+        axis.set_title(title, fontsize=10)
+        axis.set(xlabel="predicted probability", ylabel="density", yscale="log", xlim=(0, 1))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("")
+        axis.legend(frameon=False, fontsize=8)
+    if known:
+        share = 100 * labels[1] / labels[1:].sum(0).clip(min=1)
+        order = share.argsort()[::-1]
+        axes[2].bar(range(len(share)), share[order], color=KINDS["hidden positives"])
+        axes[2].set_title("positives among the hidden labels, %", fontsize=10)
+        axes[2].set_xticks(range(len(share)), [data.classes[c] for c in order], rotation=90)
+        axes[2].tick_params(axis="x", labelsize=min(8, 200 / len(share)))
+    figure.suptitle("the best model's probabilities of the training images", fontsize=9)
+    data_prep.save_figure(figure, path)
+    return {name: (n, total / n) for name, n, total in zip(names, labels.sum(1), sums.sum(1)) if n}
+
+
 # ---- 4. Go
 
 if __name__ == "__main__":
@@ -216,14 +267,22 @@ if __name__ == "__main__":
     pseudo = last.get("labels", {}).get("pseudo")  # (N, C): 1, -1, 0 = none
     has_pseudo, has_attention = pseudo is not None, gives_attention(model)
     has_views = has_pseudo and all(hasattr(script, f) for f in FOR_VIEWS) and getattr(settings, "damp", True)
-    if not (has_pseudo or has_attention):
-        common.die(f"{args.run} has nothing to show: no pseudo-labels in its last.pt, no attention in its model")
+    if not (has_pseudo or has_attention or args.probabilities):
+        why = "no pseudo-labels in its last.pt, no attention in its model; --probabilities is for any run"
+        common.die(f"{args.run} has nothing to show: {why}")
 
     folder, root = out.absolute(), os.path.abspath(args.data_root) if args.data_root else settings.data_root
     settings = replace(settings, data_root=root)
     data = load_data(settings, config.get("working_directory", ""), device)
     if data.classes != classes or (has_pseudo and pseudo.shape != data.train.z.shape):
         common.die(f"the training images or classes of {settings.dataset} are not those of {args.run}")
+    if args.probabilities:
+        data_prep.make_folder(folder)
+        counts, sums = count_probabilities(model, data, common.Loader(settings, device))
+        shown = draw_probabilities(folder / "probabilities.png", data, counts, sums)
+        words = [f"{n} {name}, mean probability {mean:.3f}" for name, (n, mean) in shown.items()]
+        print(f"{out / 'probabilities.png'}: {'; '.join(words)}")
+        sys.exit()
     rows = find_rows(args.images, len(data.train))
     pixels = data.train.images[data.train.rows[rows]]  # uint8 (B, H, W, 3)
     by_clip = has_pseudo and hasattr(script, "clip_cosines")

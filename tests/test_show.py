@@ -294,6 +294,55 @@ def test_attention_is_that_of_the_best_model(draw, runs, figures):
         assert heat[top * cell : (top + 1) * cell, left * cell : (left + 1) * cell].max() == pytest.approx(1)
 
 
+# ---- probabilities.png
+
+
+def test_probabilities_are_those_of_all_training_labels(draw, trained, figures, monkeypatch):
+    monkeypatch.setattr(common, "EVAL_BATCH", 30)  # three batches, the last one short
+    out = draw(trained, "--probabilities", "--out", "new")
+    model, _, data, _ = loaded(trained)
+    p = predict.probabilities(model, data.train.images[data.train.rows], CPU).double().numpy()
+    z, y = data.train.z.numpy() == 1, data.train.y.numpy() == 1
+    kinds = {"observed positives": z, "hidden positives": y & ~z, "hidden negatives": ~y}
+    words = [f"{where.sum()} {name}, mean probability {p[where].mean():.3f}" for name, where in kinds.items()]
+    assert out == f"new/probabilities.png: {'; '.join(words)}\n"
+    every, most, shares = figures["probabilities.png"].axes
+    most_hidden = (y & ~z).sum(0).argmax()
+    assert most.get_title() == data.classes[most_hidden]
+    for axis, columns in ((every, slice(None)), (most, [most_hidden])):
+        drawn = {patch.get_label(): patch.get_data() for patch in axis.patches if ":" in patch.get_label()}
+        for name, where in kinds.items():
+            own = p[:, columns][where[:, columns]]
+            density, edges = np.histogram(own, show.BINS, (0, 1), density=True)
+            values, at, _ = drawn[f"{name}: mean {own.mean():.2f}"]
+            assert values == pytest.approx(density)
+            assert at == pytest.approx(edges)
+    share = dict(zip(data.classes, 100 * (y & ~z).sum(0) / (~z).sum(0)))
+    names = [tick.get_text() for tick in shares.get_xticklabels()]
+    assert [bar.get_height() for bar in shares.patches] == pytest.approx([share[name] for name in names])
+    assert sorted(share.values(), reverse=True) == pytest.approx([share[name] for name in names])
+    assert os.listdir("new") == ["probabilities.png"]
+
+
+def test_probabilities_instead_of_the_other_pictures(draw, runs, workplace):
+    """Without CLIP, pseudo-labels or a last.pt"""
+    shutil.copytree(runs["vlpl"], workplace / "run", ignore=shutil.ignore_patterns("last.pt", "*.png"))
+    draw("run", "--probabilities")
+    assert [path.name for path in (workplace / "run").glob("*.png")] == ["probabilities.png"]
+
+
+def test_probabilities_without_true_labels(draw, script, figures, workplace):
+    folder = write_dataset(workplace / "own", n_train=20, n_test=4)
+    y = np.load(folder / "formatted_train_labels.npy")
+    np.save(folder / "formatted_train_labels_obs.npy", common.draw_single_positives(y))
+    for name in ("train_labels", "val_labels", "val_images"):
+        (folder / f"formatted_{name}.npy").unlink()
+    script("an.py", "--dataset", folder, *SHORT, "--max_steps", 1)
+    out = draw(only_run(workplace), "--probabilities")
+    assert re.search("20 observed positives, mean .*; 60 unobserved labels, mean", out)
+    assert len(figures["probabilities.png"].axes) == 2
+
+
 # ---- any run
 
 
@@ -316,7 +365,9 @@ def test_a_copied_script_has_its_pictures_too(draw, script, figures, squares, ti
 
 
 def test_a_run_without_pictures_says_so(draw, trained, workplace):
-    with pytest.raises(SystemExit, match=r"error: .* has nothing to show: no pseudo-labels .* no attention"):
+    with pytest.raises(
+        SystemExit, match=r"error: .* has nothing to show: no pseudo-labels .* no attention .*--probabilities"
+    ):
         draw(trained, "--out", "new")
     assert not list(workplace.iterdir())
 
