@@ -94,6 +94,7 @@ SHARED = ("epochs", "batch_size", "lr", "patience", "image_size", "backbone", "w
 CLIP = ("clip_model", "clip_pretrained")
 SETTING = ("linear", "known_ratio", "init_from")  # with another of these it is another experiment, not another method
 CUT_SHORT = ("max_steps", "smoke")  # always warned of
+NUMBERS_OF_MISSED = ("positives", "missed", "taken_for", "times")  # of a class, in result.json
 NOT_COMPARED = {*common.RESUME_MAY_CHANGE, "compile", "seed", *CUT_SHORT, *SETTING}
 AN = "an.py"
 COLOURS = ("#8a8a8a", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # Okabe and Ito; AN is grey
@@ -196,9 +197,9 @@ def read_run(path):
     settings = common.read_run_settings(script.Args, path)
     preset = common.preset_settings(script.Args, script.PRESETS, replace(settings, device=config["device"]))
     method = f"{config['method']}.py"
-    result = common.read_json(
-        path / "result.json", f"{path} is unfinished, resume it with python {method} --resume {path}"
-    )
+    unfinished, number = f"{path} is unfinished, resume it with python {method} --resume {path}", int | float | None
+    kinds = {"best_epoch": int, "test_mAP": number, "val_mAP": number, "train_observed": {str: int}}
+    result = common.read_json(path / "result.json", unfinished, **kinds)
     with open(path / "metrics.csv", newline="") as file:
         rows = csv.DictReader(file)
         epochs = [{name: float(value) for name, value in row.items() if value} for row in rows]
@@ -207,6 +208,8 @@ def read_run(path):
     measured_on = "val" if result["test_mAP"] is None else "test"
     mAP = np.nan if result[f"{measured_on}_mAP"] is None else result[f"{measured_on}_mAP"]
     AP = {name: 100 * value for name, value in result.get(f"{measured_on}_AP", {}).items()}
+    missed = result.get(f"{measured_on}_missed", {}).items()
+    result["missed"] = {name: [numbers[key] for key in NUMBERS_OF_MISSED] for name, numbers in missed}
     around = {"commit": config["commit"].removesuffix("-dirty")[:7], "torch": config["versions"]["torch"]}
     around |= {"device": config["device"], "processes": config["processes"]}
     by = "full labels" if result["val_mAP"] is not None else "known labels" if "val_known_mAP" in result else "none"
@@ -254,15 +257,15 @@ class Row:
 
     def missed(self, name):
         """-> positives, how many are missed in the mean over runs, what they are most often taken for, its share"""
-        found = [run.result.get(f"{self.measured_on()}_missed", {}).get(name) for run in self.runs]
+        found = [run.result["missed"].get(name) for run in self.runs]
         if not all(found):  # of another version
             return None, None, None, None
+        positives, missed, *_ = zip(*found)
         times = {}
-        for each in found:
-            times[each["taken_for"]] = times.get(each["taken_for"], 0) + each["times"]
-        missed, taken_for = sum(each["missed"] for each in found), max(times, key=times.get)
-        share = times[taken_for] / missed if taken_for else None
-        return found[0]["positives"], missed / len(found), taken_for, share
+        for *_, other, often in found:
+            times[other] = times.get(other, 0) + often
+        taken_for = max(times, key=times.get)
+        return positives[0], np.mean(missed), taken_for, times[taken_for] / sum(missed) if taken_for else None
 
     def AP(self, name):
         return self.over_runs([run.AP.get(name, np.nan) for run in self.runs])

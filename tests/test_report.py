@@ -344,6 +344,19 @@ def test_a_damaged_run_is_left_out(compare, workplace, trained, name, text):
     assert ["left out" in warning for warning in warnings] == [True]
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [{"test_missed": {"red": {}}}, {"test_missed": []}, {"train_observed": {"red": "x"}}, {"val_mAP": "high"}],
+    ids=str,
+)
+def test_a_damaged_result_is_left_out(compare, workplace, trained, damage):
+    copy(trained, workplace / "a")
+    copy(trained, workplace / "b", {"seed": 1}, damage)
+    out, warnings = compare("a", "b")
+    assert out == compare("a")[0]
+    assert ["left out" in warning for warning in warnings] == [True]
+
+
 def test_many_methods_have_colours_of_their_own():
     styles = [report.colour(i) for i in range(13)]
     assert len(set(styles)) == 13
