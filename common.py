@@ -102,7 +102,7 @@ class Args:
 
 
 RESUME_MAY_CHANGE = {"data_root", "out", "name", "device", "workers", "tensorboard", "resume", "eval_only"}
-RESUME_MAY_CHANGE |= {"save_minutes", "pixels"}
+RESUME_MAY_CHANGE |= {"save_minutes", "pixels", "recall", "labels_per_image"}
 KNOWN = dict.fromkeys(("scenes", "voc", "voc2007", "coco", "coco_all", "nus", "cub"))  # they have papers' settings
 CPU = "--device cpu"  # in PRESETS: your own images without a GPU
 
@@ -118,7 +118,8 @@ def parse(args_class, presets, argv=None):
     cli = partial(tyro.cli, args_class, use_underscores=True, description=about)
     first = cli(args=[word for word in argv if word not in ("-h", "--help")])  # which preset, or which run
     earlier = first.resume or first.eval_only
-    presets = {name: row for name, row in presets.items() if name != CPU or "--no_linear" not in argv}
+    if {"--no_linear", "--no-linear"} & set(argv):
+        presets = {name: row for name, row in presets.items() if name != CPU}
     start = read_run_settings(args_class, earlier) if earlier else preset_settings(args_class, presets, first)
     args = cli(args=argv, default=start)
     changed = [f.name for f in fields(args) if getattr(args, f.name) != getattr(start, f.name)]
@@ -128,14 +129,13 @@ def parse(args_class, presets, argv=None):
     if args.name and (earlier or not re.fullmatch(r"\w[\w.+-]*", args.name)):
         fix = "leave it out, the run has a directory" if earlier else "a name is made of letters, digits and . + - _"
         die(f"--name {args.name}: {fix}")
-    if not earlier and Path(args.dataset).name not in presets | KNOWN and os.environ.get("RANK", "0") == "0":
-        shown = [name for name in ("linear", "freeze_backbone") if getattr(args, name, False)]
-        shown += [f"{name} {getattr(args, name)}" for name in ("backbone", "image_size", "lr") if hasattr(args, name)]
-        shown += [
-            f"{name} {getattr(args, name)}" for name in ("batch_size", "epochs", "clip_model") if hasattr(args, name)
-        ]
-        why = f"{args.dataset} has no preset" + (" and there is no GPU" if on_cpu(args) else "")
-        print(f"{why}: --{' --'.join(shown)}; change them by these flags", flush=True)
+    own = Path(args.dataset).name not in presets | KNOWN
+    if (own or args.linear) and not earlier and os.environ.get("RANK", "0") == "0":
+        plain, values = args_class(dataset=args.dataset), vars(args).items()
+        chosen = [name for name, value in values if value == getattr(start, name) != getattr(plain, name)]
+        flags = [word for name in chosen for word in as_flag(name, getattr(args, name))]
+        what = f"settings for {args.dataset}" + ", which has no preset" * own + ", on a CPU" * on_cpu(args)
+        print(f"{what}: {' '.join(flags) or 'the defaults, those of VOC'}", flush=True)
     return args
 
 
@@ -150,6 +150,17 @@ def check_ranges(args):
                     die(f"--{name} must be {limit.words}, not {number}")
 
 
+def as_flag(name, value):
+    """A setting as words of a command line"""
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no_{name}"]
+    return [f"--{name}", *map(as_label, value if isinstance(value, tuple) else (value,))]
+
+
+def as_label(value):
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def on_cpu(args):
     return args.device == "cpu" or (args.device == "auto" and not torch.cuda.is_available())
 
@@ -160,11 +171,10 @@ def preset_settings(args_class, presets, given):
     the model is chosen by hand. presets["--linear"] comes on top."""
     name, plain = Path(given.dataset).name, args_class()
     preset = presets.get(f"{name} partial" if given.known_ratio else name, presets.get(name, {}))
-    laptop = presets.get(CPU, {})
-    own = lambda setting: (
-        getattr(given, setting, 0) in (value := getattr(plain, setting, 0), laptop.get(setting, value))
-    )
-    if name not in presets | KNOWN and on_cpu(given) and all(map(own, ("linear", "backbone", "init_from"))):
+    said = lambda setting: getattr(given, setting, 0) != getattr(plain, setting, 0)
+    laptop = {k: v for k, v in presets.get(CPU, {}).items() if k != "clip_model" or not said("clip_pretrained")}
+    by_hand = (said("backbone") and given.backbone != laptop.get("backbone")) or getattr(given, "weights", "") == "none"
+    if name not in presets | KNOWN and on_cpu(given) and not by_hand:
         preset = laptop
     if given.linear or preset.get("linear"):
         preset = preset | presets.get("--linear", {})
@@ -351,9 +361,9 @@ def load(args, device="cpu"):
     train_rows, val = np.arange(len(z)), split("valid") if "valid" in y else None  # your own images: files, or none
     if "valid" not in y and args.val_fraction:
         train_rows, val_rows = split_indices(len(z), args.val_fraction)
-        if "train" not in y:  # only known labels: no class loses its last training image
-            alone = z[val_rows][:, ~z[train_rows].any(0)].any(1)
-            train_rows, val_rows = np.sort(np.append(train_rows, val_rows[alone])), val_rows[~alone]
+        if "train" not in y:  # only known labels: images without one can't judge, and no class loses its last one
+            kept = z[val_rows].any(1) & ~z[val_rows][:, ~z[train_rows].any(0)].any(1)
+            train_rows, val_rows = np.sort(np.append(train_rows, val_rows[~kept])), val_rows[kept]
         if "train" in y and not (len(val_rows) and len(train_rows)):
             die(f"--val_fraction {args.val_fraction} of {len(z)} images leaves none for validation or for training")
         known = None if "train" in y else torch.from_numpy(z[val_rows]).to(device)
@@ -822,6 +832,7 @@ def prompts(template, classes):
 MIN_ODDS_RATIO = 2  # of the pseudo-positives' precision to that of a random choice
 MIN_AGREEMENT = 65  # percent
 MIN_CHOSEN = 1  # percent of images with a pseudo-positive
+JUDGED = 10_000  # images at most
 
 
 def judge_clip(run, data, scores, choose, fix):
@@ -829,17 +840,18 @@ def judge_clip(run, data, scores, choose, fix):
     images. One line, and a warning where it is worth little. scores(name of a split) -> (N, C), choose(scores, z) ->
     pseudo-labels, fix: a remedy for few of them"""
     full = data.val is not None and data.val.y is not None
-    name, labels = ("val", data.val.y) if full else ("train", data.train.z)
-    score, z = scores(name), torch.zeros_like(labels) if full else labels
-    pseudo = choose(score, z)
+    name, labels = ("val", data.val.y[:JUDGED]) if full else ("train", data.train.z[:JUDGED])
+    score, z = scores(name)[:JUDGED], torch.zeros_like(labels) if full else labels
+    pseudo, one = choose(score, z), draw_single_positives(labels.cpu()) if full else labels
     counts = count_pseudo_labels(pseudo, z, labels if full else None)
     wanted = [f"pseudo_positives_{what}" for what in ("per_image", "precision", "precision_at_random")]
     numbers = {what: value for what, value in pseudo_label_columns(counts.double()).items() if what in wanted}
     numbers |= {"agreement": agreement(score, labels), "agreement_at_random": 50.0}
-    run.summarise(f"clip_on_{name}", numbers)
+    run.summarise(f"clip_on_{name}", known(numbers))
     odds = [p / max(100 - p, 1e-9) for p in map(numbers.get, wanted[1:]) if p is not None]
     useless = odds[0] < MIN_ODDS_RATIO * odds[1] if odds else numbers["agreement"] < MIN_AGREEMENT
-    chosen = 100 * (pseudo == 1).any(1).float().mean().item()
+    hidden = choose(score, torch.as_tensor(one).to(z)) == 1  # those that would be new in training
+    chosen = 100 * hidden.any(1).float().mean().item()
     if useless and rank() == 0:
         remedy = "class names as CLIP would read them, another --prompt or --clip_model, or em_apl.py, without CLIP"
         print(f"warning: CLIP hardly knows these classes: try {remedy}", flush=True)
@@ -1037,7 +1049,7 @@ class Run:
         self.epoch, self.last_epoch, self.steps = 0, args.epochs, 0
         self.rows, self.earlier = [], []  # a row of metrics per epoch; results of the stages before the last
         self.best, self.began_at = {"epoch": 0}, 0  # and the epoch before this stage's first
-        self.foretold = False  # how long all of it will take
+        self.foretold, self.clock = False, None  # how long it will take; time and number of the first step
         self.seen, self.began, self.training_began = 0, 0.0, 0.0  # images and times of this epoch
         self.logged, self.counts, self.unchecked, self.batch = {}, [], [], 0  # of this epoch too
         self.idx, self.weight, self.stepped = None, 1.0, True  # this batch
@@ -1134,7 +1146,7 @@ class Run:
         if rank() == 0 and (data.val is None or data.val.y is None):
             how = "the last epoch is kept"
             if data.val:
-                how = f"{len(data.val)} of the training images choose the epoch, by the mAP of their known labels"
+                how = f"{len(data.val)} training images are held out, the mAP of their known labels chooses the epoch"
             print(f"no fully labelled validation images: {how}")
         if start:
             checkpoint = load_weights(model, start, data.classes)
@@ -1244,24 +1256,25 @@ class Run:
             self.in_batches = True
             yield self.of_any_length(x), split.z[self.idx], self.idx
             self.in_batches = False
-            self.foretell(at - done, len(split), total)
+            self.foretell(len(split), at, total)
             self.save_inside(at, total)
 
-    def foretell(self, steps, images, total):
+    def foretell(self, images, done, total):
         """One line about how long training will take, once some steps are measured; without a terminal too"""
-        elapsed = time.perf_counter() - self.training_began
+        now = time.perf_counter()
+        self.clock = self.clock or (now, self.steps)  # after the first step, which compiles and warms up
+        elapsed, steps = now - self.clock[0], self.steps - self.clock[1]
         if self.foretold or steps < 3 or elapsed < 10:
             return
+        left = total - done + (self.last_epoch - self.epoch) * total
+        left = min(left, self.args.max_steps - self.steps) if self.args.max_steps else left
         evaluated = sum(len(split) for split in (self.data.val, self.data.test) if split)
-        epochs = self.last_epoch - self.epoch + 1
-        seconds = elapsed / steps * total * epochs * (1 + evaluated / images / 3)  # no backward: a third
-        self.foretold = True
+        seconds, self.foretold = elapsed / steps * left * (1 + evaluated / images / 3), True  # no backward: a third
         if rank() == 0 and seconds > 60:
             slow = self.device.type == "cpu" and seconds > 3600 and not self.args.linear
-            advice = (
-                "; on a CPU, --linear takes minutes, a smaller --backbone or --image_size less time" if slow else ""
-            )
-            print(f"about {in_minutes(seconds)} to go for {epochs} epochs of {total} steps{advice}", flush=True)
+            advice = "; a smaller --image_size or --backbone takes less time" if slow else ""
+            advice += ", --linear minutes" if slow and hasattr(unwrap(self.state["model"]), "features") else ""
+            print(f"about {in_minutes(seconds)} to go, {left} steps{advice}", flush=True)
 
     def of_any_length(self, x):
         """A batch of which --compile makes one graph for all batch sizes, the last and short one's too"""
@@ -1375,6 +1388,19 @@ class Run:
             return best_f1_thresholds(scores, val.y)
         return known_label_thresholds(scores, val.z, args.recall, args.labels_per_image)
 
+    def describe_thresholds(self, logits, thresholds):
+        """For result.json and best.pt; how many labels they give to validation images"""
+        per_image = (logits.sigmoid() >= thresholds).sum().item() / len(logits)
+        return {"thresholds": dict(zip(self.data.classes, thresholds.tolist())), "labels_per_image": per_image}
+
+    def keep_thresholds(self, logits, thresholds):
+        """--eval_only, known labels alone: thresholds of another --recall or --labels_per_image into result.json"""
+        path = self.directory / "result.json"
+        if self.criterion != "val_mAP" and path.exists():
+            self.best = self.describe_thresholds(logits, thresholds)
+            data_prep.write_json(path, read_json(path, "") | self.best)
+            self.tell_thresholds()
+
     def measure(self, model, split, thresholds=None):
         """`thresholds` are those of the classes, tuned on validation, for F1_tuned"""
         if not split:
@@ -1405,7 +1431,8 @@ class Run:
         row |= {self.criterion: mAP[chosen], **{f"{self.criterion}_{name}": mAP[name] for name in models if others}}
         better = data.val is None or mAP[chosen] > best  # without validation the last is kept
         drop = best - mAP[chosen]
-        if not (better or self.args.smoke) and (self.stale(row, others) or drop > max_drop):
+        stop = self.criterion == "val_mAP" and (self.stale(row, others) or drop > max_drop)  # the other is too noisy
+        if stop and not (better or self.args.smoke):
             self.last_epoch = self.epoch  # early stopping
         due = self.finished or (better and data.val)
         thresholds = self.tune_thresholds(logits[chosen].sigmoid()) if due and data.val else None
@@ -1418,7 +1445,7 @@ class Run:
         if better:
             self.best = {"epoch": self.epoch, self.criterion: mAP[chosen], **{f"test_{k}": v for k, v in test.items()}}
             if data.val:
-                self.best["thresholds"] = dict(zip(data.classes, thresholds.tolist()))
+                self.best |= self.describe_thresholds(logits[chosen], thresholds)
             if data.val and data.val.y is not None and not data.test:  # what else there is to tell of the classes
                 seen = self.judge(logits[chosen], data.val.y, thresholds)
                 self.best |= {"val_AP": seen["AP"], "val_missed": seen["missed"]}
@@ -1468,10 +1495,13 @@ class Run:
         if self.args.eval_only:  # the best weights are in place since prepare()
             tuned = read_checkpoint(start_from(self.args)).get("thresholds")
             tuned = torch.tensor(list(tuned.values()), device=self.device) if tuned else None
-            val = self.validation_mAP(self.predict(state["model"], self.data.val) if self.data.val else None)
+            logits = self.predict(state["model"], self.data.val) if self.data.val else None
+            if self.criterion != "val_mAP":  # --recall and --labels_per_image may have changed
+                tuned = self.tune_thresholds(logits.sigmoid())
             test = self.measure(state["model"], self.data.test, tuned)
             if rank() == 0:
-                print(f"{self.directory}: {in_words({self.criterion: val}, test)}")
+                print(f"{self.directory}: {in_words({self.criterion: self.validation_mAP(logits)}, test)}")
+                self.keep_thresholds(logits, tuned)
         elif self.args.resume:
             self.restore()
         while self.checkpoint or not (self.finished or self.args.eval_only):
@@ -1512,7 +1542,7 @@ class Run:
             print(f"{keep}: best {', '.join(f'{name} {value:.4g}' for name, value in results.items())}", flush=True)
         barrier()
         self.earlier.append(results)
-        self.best, self.last_epoch = {"epoch": self.epoch}, self.epoch + epochs
+        self.best, self.last_epoch, self.foretold = {"epoch": self.epoch}, self.epoch + epochs, False
         self.began_at = self.epoch
         return True
 
@@ -1659,16 +1689,19 @@ class Run:
         shown = in_words({self.criterion: best[self.criterion]}, test)
         shown += f" (last epoch {last['test_mAP']:.2f})" if data.test else ""
         print(f"{chosen}: {shown}; {self.directory}/curve.png", flush=True)
+        self.tell_thresholds()
         self.advise()
+
+    def tell_thresholds(self):
+        wish, recall = self.args.labels_per_image, 100 * self.args.recall
+        how = f"wanted: {wish:g}" if wish else f"each finds {recall:.0f} % of its class's known labels"
+        if self.criterion != "val_mAP":
+            given = f"{self.best['labels_per_image']:.2f} labels per image"
+            print(f"thresholds: {given} ({how}); precision unknown", flush=True)
 
     def advise(self):
         """What the curve of the last stage suggests"""
         args, best, first, last = self.args, self.best["epoch"], self.began_at + 1, self.epoch
-        if self.data.val and self.data.val.y is None:
-            how = f"each finds {100 * args.recall:.0f} % of its class's known labels"
-            if args.labels_per_image:
-                how = f"together they give {args.labels_per_image:g} labels per image"
-            print(f"thresholds: {how}; the precision of the labels is unknown without full validation labels")
         if args.smoke or args.max_steps or not self.data.val or last - first < 2:
             return
         if best == last == self.last_epoch:
@@ -1759,11 +1792,12 @@ def known_label_thresholds(scores, z, recall, labels_per_image=0.0):
     its known labels; where it has none, that of all classes together. With `labels_per_image` the recall, in percent
     steps, that gives as many labels or the next fewer"""
     scores, hits = as_tensor(scores), as_tensor(z) == 1
-    found = [column[hit] for column, hit in zip(scores.T, hits.T)]
+    in_order = lambda values: values.sort(descending=True).values
+    found, of_all = [in_order(column[hit]) for column, hit in zip(scores.T, hits.T)], in_order(scores[hits])
 
     def at(recall):
-        lowest = lambda own: own.sort(descending=True).values[max(0, math.ceil(recall * len(own) - 1e-9) - 1)]
-        return torch.stack([lowest(own if len(own) else scores[hits]) for own in found])
+        lowest = lambda own: own[max(0, math.ceil(recall * len(own) - 1e-9) - 1)]
+        return torch.stack([lowest(own if len(own) else of_all) for own in found])
 
     if labels_per_image:
         per_image = lambda recall: (scores >= at(recall)).sum().item() / len(scores)

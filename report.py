@@ -137,7 +137,7 @@ class Run:
         for name in (field.name for field in fields(self.settings) if field.name not in shared):
             value = getattr(self.settings, name)
             if value != getattr(self.preset, name):
-                words += as_flag(name, value)
+                words += common.as_flag(name, value)
         return shlex.join(words)
 
     def compared(self):
@@ -180,22 +180,13 @@ class Run:
         return self.column(name).get(self.result.get("best_epoch"))
 
 
-def as_flag(name, value):
-    if isinstance(value, bool):
-        return [f"--{name}" if value else f"--no_{name}"]
-    if isinstance(value, tuple):
-        return [f"--{name}", *map(str, value)]
-    return [f"--{name}", as_label(value)]
-
-
-def as_label(value):
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def read_run(path):
     script, config = predict.find_script(path)
     settings = common.read_run_settings(script.Args, path)
-    preset = common.preset_settings(script.Args, script.PRESETS, replace(settings, device=config["device"]))
+    presets = script.PRESETS
+    if not settings.linear and presets.get(common.CPU, {}).get("linear"):  # --no_linear
+        presets = {name: row for name, row in presets.items() if name != common.CPU}
+    preset = common.preset_settings(script.Args, presets, replace(settings, device=config["device"]))
     method = f"{config['method']}.py"
     unfinished, number = f"{path} is unfinished, resume it with python {method} --resume {path}", int | float | None
     kinds = {"best_epoch": int, "test_mAP": number, "val_mAP": number, "train_observed": {str: int}}
@@ -291,7 +282,7 @@ def group(runs):
         apart = [name for name in SHARED if len({getattr(run.settings, name) for run in those}) > 1]
         for run in those:
             said = [name for name in apart if getattr(run.settings, name) != getattr(run.preset, name)]
-            words = [word for name in said for word in as_flag(name, getattr(run.settings, name))]
+            words = [word for name in said for word in common.as_flag(name, getattr(run.settings, name))]
             name = shlex.join([*shlex.split(method), *words])
             found.setdefault(setting, {}).setdefault(name, []).append(run)
             methods += [name] if name not in methods else []
@@ -467,21 +458,27 @@ def print_tables(datasets, args):
 
 def csv_table(datasets):
     """A line per method, and one per method and class"""
-    about = ["runs", "measured_on", "mean", "std", "val_mAP", "published", "difference", "comparable", "seconds"]
-    about += ["images_per_s", "known", "positives", "missed", "taken_for", "share"]
+    about = ["runs", "measured_on", "mean", "std", "val_mAP", "val_known_mAP", "published", "difference"]
+    about += ["comparable", "seconds", "images_per_s", "known", "positives", "missed", "taken_for", "share"]
     table = [["dataset", "method", "class", *about]]
     for name, rows in datasets.items():
         for row in rows:
             (figure, alike), start = row.published(), [data_prep.cell(name), data_prep.cell(row.method)]
-            ends = row.val_mAP()[0], figure, row.mAP()[0] - figure if figure else None, alike if figure else None
+            ends = (
+                row.val_mAP()[0],
+                row.val_mAP("val_known_mAP")[0],
+                figure,
+                row.mAP()[0] - figure if figure else None,
+                alike if figure else None,
+            )
             ends += row.seconds(), row.images_per_s(), *[None] * 5
             table.append([*start, "", len(row.runs), row.measured_on(), *row.mAP(), *ends])
             for label in row.runs[0].AP:
                 positives, missed, taken_for, share = row.missed(label)
                 taken_for = taken_for and data_prep.cell(taken_for)
-                ends = *[None] * 6, row.observed(label), positives, missed, taken_for, share
+                ends = *[None] * 7, row.observed(label), positives, missed, taken_for, share
                 table.append([*start, data_prep.cell(label), len(row.runs), row.measured_on(), *row.AP(label), *ends])
-    return without_blanks([["" if value is None or value != value else value for value in line] for line in table])
+    return [["" if value is None or value != value else value for value in line] for line in table]
 
 
 # ---- 4. Page
@@ -691,7 +688,8 @@ def write_page(datasets, args, warnings):
 
 AVERAGED = {*common.RESUME_MAY_CHANGE, "compile", "seed"}  # in which the runs of a cell may differ
 CRITERIA = ("val_mAP", "val_known_mAP")  # columns of metrics.csv that choose the best epoch
-ON_A_GRID = {"validation mAP": "val_mAP", "precision of the pseudo-positives, %": "pseudo_positives_precision"}
+ON_A_GRID = {"validation mAP": "val_mAP", "validation mAP of the known labels": "val_known_mAP"}
+ON_A_GRID |= {"precision of the pseudo-positives, %": "pseudo_positives_precision"}
 
 
 def setting(run, name):
@@ -720,7 +718,7 @@ def find_cells(runs, names, warn):
     for run in runs:
         cells.setdefault(tuple(setting(run, name) for name in names), []).append(run)
     for cell, those in cells.items():
-        where = ", ".join(f"{name} {as_label(value)}" for name, value in zip(names, cell))
+        where = ", ".join(f"{name} {common.as_label(value)}" for name, value in zip(names, cell))
         if apart := varying(those):
             common.die(f"--grid: the runs with {where} differ in {', '.join(apart)} too, so they have no mean")
         seeds = sorted(run.settings.seed for run in those)
@@ -748,7 +746,7 @@ def over_cells(axes, cells):
 
 def grid_tables(names, axes, found):
     """[(title, table)]: one per measure, or with one setting one of all"""
-    first, *rest = ([as_label(value) for value in values] for values in axes)
+    first, *rest = ([common.as_label(value) for value in values] for values in axes)
     shown = {title: np.vectorize(spread)(mean, std) for title, (mean, std) in found.items()}
     shown = {title: np.where(cells == "-", "", cells) for title, cells in shown.items()}
     if not rest:
@@ -765,12 +763,12 @@ def grid_csv(names, axes, cells, found):
         place = tuple(values.index(value) for values, value in zip(axes, cell))
         numbers = [array[place] for both in found.values() for array in both]
         table.append([*cell, len(runs), *("" if np.isnan(number) else number for number in numbers)])
-    return without_blanks(table)
+    return table
 
 
 def draw_grid(path, names, axes, found):
     """Cells of two settings, a line over one"""
-    plt, labels = data_prep.pyplot(), [[as_label(value) for value in values] for values in axes]
+    plt, labels = data_prep.pyplot(), [[common.as_label(value) for value in values] for values in axes]
     size = (1.6 + 0.62 * len(axes[1]), 1.1 + 0.62 * len(axes[0])) if len(names) == 2 else (4.2, 3)
     figure, places = plt.subplots(
         1, len(found), figsize=(size[0] * len(found), size[1]), squeeze=False, layout="constrained"

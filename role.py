@@ -6,7 +6,7 @@ Estimates of all training labels are trained together with the classifier: each 
 probabilities, and both are held to the expected number of positives per image.
 
 NOTES: the release searches lr 1e-2 to 1e-5 and batch sizes 8 and 16 on validation, has k 2.5 for COCO, and adds 1e-5
-inside every logarithm. ROLE + LinearInit is two commands: `--linear --epochs 25 --lr 1e-3 --batch_size 16` (CUB 8),
+inside every logarithm. ROLE + LinearInit is two commands: `--linear --lr 1e-3 --theta_lr 10` (CUB: batch 8),
 then `--init_from RUN`. Under torchrun the mean number of positives is that of each process's share of a batch.
 docs/role.md has the rest.
 """

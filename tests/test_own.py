@@ -49,10 +49,16 @@ def test_linear_and_a_cpu_have_settings_of_their_own(name):
 def test_who_chooses_the_model_keeps_the_rest_of_the_defaults(capsys):
     an = import_module("an")
     parse = lambda words: common.parse(an.Args, an.PRESETS, words.split())
-    for words in ("--no_linear", "--backbone resnet18", "--init_from runs/other"):
+    for words in ("--no_linear", "--no-linear", "--backbone resnet18", "--weights none"):
         args = parse(f"--dataset pets --device cpu {words}")
         assert (args.linear, args.image_size, args.lr) == (False, 448, 1e-5)
-    for words in ("--linear", "--backbone tf_efficientnet_lite0", "--weights file.pth", "--image_size 160"):
+    for words in (
+        "--linear",
+        "--backbone tf_efficientnet_lite0",
+        "--weights file.pth",
+        "--init_from RUN",
+        "--image_size 160",
+    ):
         args = parse(f"--dataset pets --device cpu {words}")
         assert (args.linear, args.backbone, args.lr) == (True, "tf_efficientnet_lite0", 1e-4)
     assert args.image_size == 160
@@ -64,11 +70,16 @@ def test_one_line_says_what_was_chosen(capsys):
     vlpl = import_module("vlpl")
     common.parse(vlpl.Args, vlpl.PRESETS, ["--dataset", "pets", "--device", "cpu", "--epochs", "7"])
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("pets has no preset and there is no GPU: --linear --backbone tf_efficientnet_lite0 ")
-    assert "--image_size 224 --lr 0.0001 --batch_size 8 --epochs 7 --clip_model ViT-B-32" in line
+    start = "settings for pets, which has no preset, on a CPU: --linear --lr 0.0001 --image_size 224 --backbone tf_eff"
+    assert line.startswith(start)
+    assert line.endswith("--clip_model ViT-B-32")  # --epochs is the user's own
     for dataset in ("voc", "scenes", "cub"):
         common.parse(vlpl.Args, vlpl.PRESETS, ["--dataset", dataset, "--device", "cpu"])
         assert not capsys.readouterr().out
+    common.parse(vlpl.Args, vlpl.PRESETS, ["--dataset", "voc", "--device", "cpu", "--linear"])
+    assert capsys.readouterr().out == "settings for voc, on a CPU: --epochs 20 --lr 0.0001\n"
+    own = common.parse(vlpl.Args, vlpl.PRESETS, ["--dataset", "pets", "--device", "cpu", "--clip_pretrained", "L14.pt"])
+    assert own.clip_model == "ViT-L-14-336"  # the file is of the default model
 
 
 # ---- one known label each
@@ -136,7 +147,7 @@ def test_thresholds_find_the_stated_share():
 
 def test_a_run_with_known_labels_alone(known_only, script, workplace):
     out = script("an.py", "--dataset", known_only, *SMALL, "--epochs", 4, "--recall", 0.6)
-    assert "20 of the training images choose the epoch, by the mAP of their known labels" in out
+    assert "20 training images are held out, the mAP of their known labels chooses the epoch" in out
     assert "each finds 60 % of its class's known labels" in out
     run = only_run(workplace)
     rows, result = metrics(run), json.loads((run / "result.json").read_text())
@@ -157,8 +168,15 @@ def test_a_run_with_known_labels_alone(known_only, script, workplace):
         own = sorted((p[data.val.z[:, c] == 1, c]).tolist(), reverse=True)
         assert checkpoint["thresholds"][name] == pytest.approx(own[math.ceil(0.6 * len(own) - 1e-9) - 1], abs=1e-4)
     assert result["thresholds"] == checkpoint["thresholds"]
-    out = script("an.py", "--eval_only", run)
+    given = (p.numpy() >= list(result["thresholds"].values())).sum() / 20
+    assert result["labels_per_image"] == pytest.approx(given)
+    out = script("an.py", "--eval_only", run, "--recall", 0.9)  # other thresholds, without training
     assert f"val known mAP {result['val_known_mAP']:.2f}" in out
+    other = json.loads((run / "result.json").read_text())
+    assert "each finds 90 % of its class's known labels" in out
+    assert all(other["thresholds"][name] <= result["thresholds"][name] for name in data.classes)
+    assert other["labels_per_image"] > result["labels_per_image"]
+    assert {**other, "thresholds": 0, "labels_per_image": 0} == {**result, "thresholds": 0, "labels_per_image": 0}
     with pytest.raises(SystemExit):
         script("predict.py", run, f"{known_only}/images/val_0.png")
 
@@ -175,6 +193,39 @@ def test_other_methods_with_known_labels_alone(name, known_only, script, workpla
 def test_role_needs_the_number_of_positives(known_only, script):
     with pytest.raises(SystemExit, match="ROLE needs the expected number of --positives"):
         script("role.py", "--dataset", known_only, *SMALL)
+
+
+def write_known(folder, z):
+    """The squares with these known labels alone"""
+    write_dataset(folder)
+    np.save(folder / "formatted_train_labels_obs.npy", z)
+    (folder / "formatted_train_labels.npy").unlink()
+    return str(folder)
+
+
+def test_images_without_a_known_label_judge_nothing(tmp_path, script, workplace):
+    z = np.zeros((100, 4), dtype=np.uint8)
+    train, val = common.split_indices(100)
+    z[train[:12]] = np.eye(4, dtype=np.uint8).repeat(3, 0)
+    data = common.load(import_module("an").Args(dataset=write_known(tmp_path / "none", z), image_size=32))
+    assert data.val is None
+    assert len(data.train) == 100
+    z[val[:4]] = np.eye(4, dtype=np.uint8)
+    own = write_known(tmp_path / "four", z)
+    data = common.load(import_module("an").Args(dataset=own, image_size=32))
+    assert data.val.rows.tolist() == val[:4].tolist()
+    script("an.py", "--dataset", own, *SMALL, "--epochs", 1)
+    script("an.py", "--dataset", own, *SMALL, "--smoke", "--out", "smoke")
+
+
+def test_known_labels_are_too_noisy_for_early_stopping(known_only, script, workplace):
+    """em_apl.py's patience of 0 would end it before its first pseudo-labels"""
+    script("em_apl.py", "--dataset", known_only, *SMALL, "--epochs", 7, "--warmup", 4, "--lr", 3e-2)
+    rows = metrics(only_run(workplace))
+    assert len(rows) == 7
+    assert float(rows[-1]["pseudo_negatives_per_image"]) > 0
+    scores = [float(row["val_known_mAP"]) for row in rows]
+    assert any(later <= max(scores[:i]) for i, later in enumerate(scores) if i)  # else it shows nothing
 
 
 # ---- advice
@@ -220,11 +271,12 @@ def test_how_long_it_takes(squares, workplace):
     (workplace / "slow.py").write_text("import time\n" + text.replace("import common", "import common", 1))
     process = start(workplace / "slow.py", "--dataset", squares, *SMALL, "--epochs", 10, cwd=workplace)
     for line in process.stdout:
-        if found := re.match(r"about (\d+) minutes to go for 10 epochs of 10 steps", line):
+        if found := re.match(r"about (\d+) minutes to go, (\d+) steps", line):
             break
     process.kill()
     process.communicate()
     # 10 epochs of 10 steps of 4 s, and 20 + 100 images to evaluate for 80 to train: 400 s * 1.5
+    assert 96 <= int(found[2]) <= 97
     assert 9 <= int(found[1]) <= 14
 
 

@@ -692,7 +692,7 @@ def test_a_run_says_what_clip_is_worth(name, names, full, script, few_scenes, wo
     assert out.index("clip_on_") < out.index("epoch  1/")
     numbers = {word: float(value) for word, value in (pair.split() for pair in line[1].split(", "))}
     kept = json.loads((only_run(workplace) / "result.json").read_text())[f"clip_on_{where}"]
-    assert numbers == pytest.approx(kept, abs=0.005)
+    assert line[1] == ", ".join(f"{name} {value:.2f}" for name, value in kept.items())
     assert ("hardly knows these classes" in out) == (names != "right")
     assert 70 < numbers["agreement"] < 90 if names == "right" else 40 < numbers["agreement"] < 60
     if names == "meaningless":  # classes of as many tokens have the same score
