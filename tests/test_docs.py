@@ -138,3 +138,10 @@ def test_code_and_math_are_closed(path):
         assert math.count("{") == math.count("}")
         assert math.count(r"\left") - math.count(r"\leftarrow") == math.count(r"\right") - math.count(r"\rightarrow")
         assert math.count(r"\begin") == math.count(r"\end")
+
+
+def test_the_readme_is_short_and_counts_lines():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 1200
+    for name, lines in re.findall(r"^\| \[`(\w+\.py)`\].* \| (\d+) \|$", text, re.M):
+        assert abs(len((ROOT / name).read_text().splitlines()) - int(lines)) <= 0.1 * int(lines), name
