@@ -1669,11 +1669,14 @@ class Run:
     def report(self):
         """result.json, curve.png and the last line of a run"""
         best, last, data = self.best, self.rows[-1], self.data
-        there = data.test.y.amax(0).tolist() if data.test else []
-        empty = [name for name, any_of_it in zip(data.classes, there) if not any_of_it]
+        there = lambda split: split.y.amax(0).tolist() if split and split.y is not None else [1] * len(data.classes)
+        empty = {
+            what: [name for name, any_of_it in zip(data.classes, there(split)) if not any_of_it]
+            for what, split in (("validation", data.val), ("test", data.test))
+        }
         result = {"best_epoch": best["epoch"], "val_mAP": math.nan, **best}
         result |= {"last_epoch": last["epoch"], "last_test_mAP": last["test_mAP"]}
-        result |= {"classes_without_test_positives": empty, "seconds": sum(row["seconds"] for row in self.rows)}
+        result |= {"classes_without_test_positives": empty["test"], "seconds": sum(row["seconds"] for row in self.rows)}
         result |= {"embedding_seconds": self.cache.seconds, **self.summaries}
         result |= {"earlier_stages": self.earlier} if self.earlier else {}
         observed = sum((piece == 1).sum(0) for piece in data.train.z.split(ROWS)).tolist()
@@ -1681,9 +1684,11 @@ class Run:
         del result["epoch"]
         plot_curve(self.rows, best["epoch"], self.directory / "curve.png")
         data_prep.write_json(self.directory / "result.json", dict.fromkeys(result) | known(result))  # the end
-        if empty:
-            names = data_prep.printable(", ".join(empty))
-            print(f"{len(empty)} classes have no positive in the test set and count as AP 0: {names}")
+        for what, names in empty.items():
+            if names:
+                so = "count as AP 0" + (", with a threshold of 0.5" if what == "validation" else "")
+                listed = data_prep.printable(", ".join(names))
+                print(f"{len(names)} classes have no positive in the {what} set and {so}: {listed}")
         chosen = f"best epoch {best['epoch']}" if data.val else f"last epoch {best['epoch']} (no validation)"
         test = {name: best.get(f"test_{name}", {}) for name in ("mAP", "F1", "F1_tuned")}
         shown = in_words({self.criterion: best[self.criterion]}, test)

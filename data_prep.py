@@ -834,7 +834,9 @@ def read_custom(args):
                 problems.append(f"{place}: {image} has no label")
     keep_apart(tables, problems)
     known = {label for _, labels, _ in tables["train"] for label in labels}
-    problems += [f"class {name!r} has no training example" for name in classes if name not in known]
+    todo = sum(labels == ["?"] for table in tables.values() for _, labels, _ in table)
+    missing = {"?": f"{todo} images of predict.py --to_label still have ? instead of their labels"}
+    problems += [missing.get(name, f"class {name!r} has no training example") for name in classes if name not in known]
     problems += [f"there is no {PARTS[part]} image" for part, table in tables.items() if not table]
     if problems:
         shown = "\n  ".join(problems[:200])

@@ -145,6 +145,18 @@ def test_thresholds_find_the_stated_share():
         assert ((found.sum(0) - 1) / z.sum(0) < recall).all()  # no lower than it has to be
 
 
+def test_classes_that_the_validation_images_lack_are_named(tmp_path, script):
+    folder = write_dataset(tmp_path / "own")
+    y = np.load(folder / "formatted_val_labels.npy")
+    rows = np.flatnonzero(y[:, 1] == 0)[:20]  # class 1, green, is in none of them
+    np.save(folder / "formatted_valid_images.npy", np.load(folder / "formatted_val_images.npy")[rows])
+    np.save(folder / "formatted_valid_labels.npy", y[rows])
+    out = script("an.py", "--dataset", folder, *SMALL, "--epochs", 1)
+    lacking = "1 classes have no positive in the validation set and count as AP 0, with a threshold of 0.5: green"
+    assert [line for line in out.splitlines() if "have no positive" in line] == [lacking]
+    assert json.loads((only_run(tmp_path) / "result.json").read_text())["thresholds"]["green"] == 0.5
+
+
 def test_a_run_with_known_labels_alone(known_only, script, workplace):
     out = script("an.py", "--dataset", known_only, *SMALL, "--epochs", 4, "--recall", 0.6)
     assert "20 training images are held out, the mAP of their known labels chooses the epoch" in out
