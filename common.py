@@ -1710,7 +1710,8 @@ class Run:
         if args.smoke or args.max_steps or not self.data.val or last - first < 2:
             return
         if best == last == self.last_epoch:
-            print(f"note: {self.criterion} still rose in the last epoch: try more --epochs or a higher --lr")
+            faster = " or a higher --lr" if self.criterion == "val_mAP" else ""  # known labels don't compare these
+            print(f"note: {self.criterion} still rose in the last epoch: try more --epochs{faster}")
         if best == first:
             print("note: the first epoch was the best: try a lower --lr")
 
