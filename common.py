@@ -135,7 +135,8 @@ def parse(args_class, presets, argv=None):
         chosen = [name for name, value in values if value == getattr(start, name) != getattr(plain, name)]
         flags = [word for name in chosen for word in as_flag(name, getattr(args, name))]
         what = f"settings for {args.dataset}" + ", which has no preset" * own + ", on a CPU" * on_cpu(args)
-        print(f"{what}: {' '.join(flags) or 'the defaults, those of VOC'}", flush=True)
+        if flags or not on_cpu(args):
+            print(f"{what}: {' '.join(flags) or 'the defaults, those of VOC'}", flush=True)
     return args
 
 

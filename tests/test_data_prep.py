@@ -1140,7 +1140,7 @@ def test_custom_from_folders(tmp_path, capsys):
     data_prep.prepare(settings("custom", tmp_path, name="pets", images=str(tmp_path / "photos"), from_folders=True))
     assert "left out: 2 files" in (out := capsys.readouterr().out)
     assert "dog/notes.txt, loose.png\n" in out
-    data = common.load(an.Args(dataset="pets", data_root=str(tmp_path / "data"), image_size=16))
+    data = common.load(an.Args(dataset="pets", data_root=str(tmp_path / "data"), image_size=16, val_fraction=0.0))
     assert data.classes == ["cat", "dog"]
     assert data.train.images.names.tolist() == ["cat/a.png", "cat/deep/b.png", "dog/c.JPG"]
     assert data.train.z.tolist() == [[1, 0], [1, 0], [0, 1]]
@@ -1157,7 +1157,7 @@ def test_custom_names_and_folders_are_checked(pets, tmp_path):
         (dict(classes=",".join(["cat"] + ["x" * 90] * 5)), "twice"),
         (dict(from_folders=True), "leave one out"),
         (dict(images="nowhere"), "not a folder"),
-        (dict(labels=""), "which label is known"),
+        (dict(labels=""), "known labels are missing"),
         (dict(labels="nowhere.csv"), "nowhere.csv can't be read"),
     ):
         with pytest.raises(SystemExit, match=expected):

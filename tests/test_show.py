@@ -339,7 +339,7 @@ def test_probabilities_without_true_labels(draw, script, figures, workplace):
         (folder / f"formatted_{name}.npy").unlink()
     script("an.py", "--dataset", folder, *SHORT, "--max_steps", 1)
     out = draw(only_run(workplace), "--probabilities")
-    assert re.search("20 observed positives, mean .*; 60 unobserved labels, mean", out)
+    assert re.search("16 observed positives, mean .*; 48 unobserved labels, mean", out)
     assert len(figures["probabilities.png"].axes) == 2
 
 
