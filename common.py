@@ -1687,7 +1687,7 @@ class Run:
         data_prep.write_json(self.directory / "result.json", dict.fromkeys(result) | known(result))  # the end
         for what, names in empty.items():
             if names:
-                so = "count as AP 0" + (", with a threshold of 0.5" if what == "validation" else "")
+                so = "count as AP 0" + (", with the median threshold" if what == "validation" else "")
                 listed = data_prep.printable(", ".join(names))
                 print(f"{len(names)} classes have no positive in the {what} set and {so}: {listed}")
         chosen = f"best epoch {best['epoch']}" if data.val else f"last epoch {best['epoch']} (no validation)"
@@ -1783,15 +1783,16 @@ def f1_scores(scores, y, threshold=0.5):
 
 def best_f1_thresholds(scores, y):
     """(N, C) scores and labels -> (C,): the threshold (score >= it) of each class with the best F1, the highest of
-    several; 0.5 where a class has no positive to judge by"""
+    several; a class without a positive has the median of the others', 0.5 if there is none"""
     scores, best = as_tensor(scores), []
     guesses = torch.arange(1, len(scores) + 1, device=scores.device)
     for column, positive in columns(scores, as_tensor(y)):
         ranked, order = column.sort(descending=True)
         f1 = 2 * positive[order].cumsum(0).double() / (guesses + positive.sum())
         f1[:-1][ranked[:-1] == ranked[1:]] = -1  # equal scores are on the same side of a threshold
-        best.append(torch.where(positive.any(), ranked[f1.argmax()], 0.5))  # the first of equals
-    return torch.stack(best)
+        best.append(torch.where(positive.any(), ranked[f1.argmax()], torch.nan))  # the first of equals
+    best = torch.stack(best)
+    return best.nan_to_num(best.nanmedian().nan_to_num(0.5).item())
 
 
 def known_label_thresholds(scores, z, recall, labels_per_image=0.0):
