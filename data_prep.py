@@ -1311,7 +1311,8 @@ def prepare(args):
 def fill_cache(args, folder):
     """The image cache, or with --check or --no_cache a look at every image"""
     info = read_dataset(folder)
-    size, image_folder, upright = args.image_size or CACHE_SIZE, folder / info["image_folder"], info.get("upright", False)
+    size, upright = args.image_size or CACHE_SIZE, info.get("upright", False)
+    image_folder = folder / info["image_folder"]
     names = {part: read_names(folder, part) for part in parts_of(folder)}
     missing = [
         str(image_folder / image) for part in names for image in names[part] if not (image_folder / image).is_file()
