@@ -1401,6 +1401,7 @@ class Run:
             self.best = self.describe_thresholds(logits, thresholds)
             data_prep.write_json(path, read_json(path, "") | self.best)
             self.tell_thresholds()
+            print(f"{path} has these thresholds now")
 
     def measure(self, model, split, thresholds=None):
         """`thresholds` are those of the classes, tuned on validation, for F1_tuned"""
@@ -1670,7 +1671,8 @@ class Run:
     def report(self):
         """result.json, curve.png and the last line of a run"""
         best, last, data = self.best, self.rows[-1], self.data
-        there = lambda split: split.y.amax(0).tolist() if split and split.y is not None else [1] * len(data.classes)
+        labels = lambda split: split.z if split.y is None else split.y  # known ones alone, where there are no others
+        there = lambda split: labels(split).amax(0).tolist() if split else [1] * len(data.classes)
         empty = {
             what: [name for name, any_of_it in zip(data.classes, there(split)) if not any_of_it]
             for what, split in (("validation", data.val), ("test", data.test))
@@ -1687,7 +1689,8 @@ class Run:
         data_prep.write_json(self.directory / "result.json", dict.fromkeys(result) | known(result))  # the end
         for what, names in empty.items():
             if names:
-                so = "count as AP 0" + (", with the median threshold" if what == "validation" else "")
+                shared = "the median threshold" if self.criterion == "val_mAP" else "one threshold for all of them"
+                so = "count as AP 0" + (f", with {shared}" if what == "validation" else "")
                 listed = data_prep.printable(", ".join(names))
                 print(f"{len(names)} classes have no positive in the {what} set and {so}: {listed}")
         chosen = f"best epoch {best['epoch']}" if data.val else f"last epoch {best['epoch']} (no validation)"
@@ -1697,12 +1700,14 @@ class Run:
         print(f"{chosen}: {shown}; {self.directory}/curve.png", flush=True)
         self.tell_thresholds()
         self.advise()
+        if self.args.smoke:
+            print("smoke test: it runs; its numbers mean nothing", flush=True)
 
     def tell_thresholds(self):
         wish, recall = self.args.labels_per_image, 100 * self.args.recall
         how = f"wanted: {wish:g}" if wish else f"each finds {recall:.0f} % of its class's known labels"
         if self.criterion != "val_mAP":
-            given = f"{self.best['labels_per_image']:.2f} labels per image"
+            given = f"{self.best['labels_per_image']:.2f} labels per image on {len(self.data.val)} held-out images"
             print(f"thresholds: {given} ({how}); precision unknown", flush=True)
 
     def advise(self):

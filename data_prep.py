@@ -72,10 +72,8 @@ except ImportError:  # optional
 class Args:
     dataset: tyro.conf.Positional[Literal["scenes", "voc", "voc2007", "coco", "nus", "cub", "custom"]]
     data_root: str = "data"  # folder of the data sets
-    raw: str = ""  # folder of your archives or extracted files (default: <data_root>/<data set>/raw)
-    image_size: int = (
-        0  # side of the cached images (0: 448, and no cache of your photos if it took over 20 times their space)
-    )
+    raw: str = ""  # folder of your archives or extracted files, if not <data_root>/<data set>/raw
+    image_size: int = 0  # side of the cached images (0: 448, but none where it took over 20 times the space of photos)
     cache: bool = True  # cache of resized images (--no_cache: files are decoded in every epoch)
     keep_empty: bool = False  # coco: also the images without labels, as the data set coco_all
     check: bool = False  # verification only, of every image
@@ -85,7 +83,7 @@ class Args:
     labels: str = ""  # custom: table of the training images and their known labels: image,label or image,label1;label2
     val: str = ""  # custom: table of fully labelled validation images, or Label Studio's JSON export
     test: str = ""  # custom: table of fully labelled test images, or Label Studio's JSON export
-    classes: str = ""  # custom: file with a class per line, or names joined by commas (default: all that occur)
+    classes: str = ""  # custom: file with a class per line, or names joined by commas, if not all that occur
     from_folders: bool = False  # custom: one sub-folder of --images per class, instead of --labels
     ignore_case: bool = False  # custom: one class for names that differ in case, white space or Unicode form only
     skip_damaged: bool = False  # custom: unreadable photos are listed and left out
@@ -1398,7 +1396,8 @@ def contact_sheet(folder, size, path, side=5):
 
 
 def next_command(args, folder):
-    words = ["python", str(Path(sys.argv[0]).with_name("an.py")), "--dataset", folder.name]
+    script = "em_apl.py" if args.dataset == "custom" else "an.py"  # your own photos want more than the baseline
+    words = ["python", str(Path(sys.argv[0]).with_name(script)), "--dataset", folder.name]
     words += ["--data_root", args.data_root] * (args.data_root != Args.data_root)
     words += ["--image_size", str(args.image_size)] * (args.image_size > 0 and args.dataset != "scenes")
     return shlex.join(words)
@@ -1418,5 +1417,5 @@ if __name__ == "__main__":
         if not args.check:
             print(f"next: {next_command(args, folder)}")
     except KeyboardInterrupt:
-        print("\nstopped; the same command goes on", file=sys.stderr)
+        print("\nstopped; the same command resumes", file=sys.stderr)
         sys.exit(130)

@@ -46,7 +46,7 @@ class Args:
     grid: tuple[str, ...] = ()  # one or two settings: validation mAP over their values, instead of the other tables
     out: str = ""  # PNG file of the grid
     classes: int = 20  # classes in the table of AP: the largest differences from AN or, without AN, the lowest (0: all)
-    data_root: str = ""  # folder of the data sets, for the page's images (default: that of the runs)
+    data_root: str = ""  # folder of the data sets, for the page's images if not that of the runs
     seed: int = 0  # seed of the page's choice of images
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
 

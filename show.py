@@ -49,8 +49,8 @@ class Args:
     run: tyro.conf.Positional[str]  # a run directory
     images: tuple[int, ...] = ()  # rows of the training set (none: 8, evenly spaced)
     probabilities: bool = False  # distributions of the best model's predictions for all training images
-    out: str = ""  # folder of the pictures (default: the run directory)
-    data_root: str = ""  # folder of the data sets (default: that of the run)
+    out: str = ""  # folder of the pictures if not the run directory
+    data_root: str = ""  # folder of the data sets if not that of the run
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
 
 

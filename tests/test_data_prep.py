@@ -1012,7 +1012,7 @@ def test_it_ends_with_the_next_command(pets, tmp_path):
         start(ROOT / "data_prep.py", "custom", *command, "--data_root", "my data", "--image_size", 16, cwd=tmp_path)
     )
     last = out.rstrip().splitlines()[-1]
-    assert last == f"next: python {ROOT / 'an.py'} --dataset pets --data_root 'my data' --image_size 16"
+    assert last == f"next: python {ROOT / 'em_apl.py'} --dataset pets --data_root 'my data' --image_size 16"
     words = shlex.split(last.removeprefix("next: python "))
     assert "best epoch" in finish(start(*words, *SMALL[:4], "--smoke", "--epochs", 1, cwd=tmp_path))
     check = ("--data_root", "my data", "--image_size", 16, "--check")
