@@ -302,6 +302,11 @@ class Split:
     def __len__(self):
         return len(self.rows)
 
+    @property
+    def labels(self):
+        """(N, C) the full labels, where nobody knows them the observed ones"""
+        return self.z if self.y is None else self.y
+
     def true(self, idx):
         """Full labels of these images, None where nobody knows them"""
         return None if self.y is None else self.y[idx]
@@ -327,9 +332,14 @@ class Data:
     val: Split | None  # your own images may come without, or have only the labels that are known
     test: Split | None
 
+    @property
+    def full_val(self):
+        """The validation images if they have all of their labels, else None"""
+        return None if self.val is None or self.val.y is None else self.val
+
     def positives_per_image(self):
         """Mean of the validation labels; 0 where nobody knows"""
-        return 0.0 if self.val is None or self.val.y is None else self.val.y.sum(1).float().mean().item()
+        return self.full_val.y.sum(1).float().mean().item() if self.full_val else 0.0
 
     def splits(self):
         return {name: split for name in ("train", "val", "test") if (split := getattr(self, name))}
@@ -705,8 +715,7 @@ class EmbeddingCache:
             total, started = sum(len(idx) for batches in mine.values() for idx in batches), time.perf_counter()
             for done, part in enumerate(progress(mine, f"embedding {what}", unit=f" x {size} {unit}"), 1):
                 data_prep.write_rows(part, [batch.float().cpu().numpy() for batch in encode(mine[part])])
-                to_go = (time.perf_counter() - started) * (len(mine) - 1)
-                if rank() == 0 and done == 1 and to_go > 60:
+                if rank() == 0 and done == 1 and (to_go := (time.perf_counter() - started) * (len(mine) - 1)) > 60:
                     print(f"embedding {what}: {n} {unit}, about {in_minutes(to_go)} to go", flush=True)
             if rank() == 0 and total:
                 seconds = time.perf_counter() - started
@@ -840,8 +849,8 @@ def judge_clip(run, data, scores, choose, fix):
     """What CLIP is worth for these classes: by full labels of validation images, else by known labels of training
     images. One line, and a warning where it is worth little. scores(name of a split) -> (N, C), choose(scores, z) ->
     pseudo-labels, fix: a remedy for few of them"""
-    full = data.val is not None and data.val.y is not None
-    name, labels = ("val", data.val.y[:JUDGED]) if full else ("train", data.train.z[:JUDGED])
+    full = data.full_val
+    name, labels = ("val", full.y[:JUDGED]) if full else ("train", data.train.z[:JUDGED])
     score, z = scores(name)[:JUDGED], torch.zeros_like(labels) if full else labels
     pseudo, one = choose(score, z), draw_single_positives(labels.cpu()) if full else labels
     counts = count_pseudo_labels(pseudo, z, labels if full else None)
@@ -1144,7 +1153,7 @@ class Run:
         """The model on its device, ready to train; with --linear also the data, embedded by its frozen backbone"""
         self.data, start = data, start_from(self.args)
         self.check_model(model)
-        if rank() == 0 and (data.val is None or data.val.y is None):
+        if rank() == 0 and not data.full_val:
             how = "the last epoch is kept"
             if data.val:
                 how = f"{len(data.val)} training images are held out, the mAP of their known labels chooses the epoch"
@@ -1375,30 +1384,33 @@ class Run:
     @property
     def criterion(self):
         """The column of metrics.csv that chooses the best epoch"""
-        return "val_mAP" if self.data.val is None or self.data.val.y is not None else "val_known_mAP"
+        return "val_known_mAP" if self.by_known_labels else "val_mAP"
+
+    @property
+    def by_known_labels(self):
+        """Are there validation images, but none with all of their labels?"""
+        return self.data.val is not None and not self.data.full_val
 
     def validation_mAP(self, logits):
         """mAP of the validation images or, where nobody has labelled them in full, that of their known labels against
         all others: too low, but higher for a better model"""
-        val = self.data.val
-        return mean_average_precision(logits, val.z if val.y is None else val.y) if val else math.nan
+        return mean_average_precision(logits, self.data.val.labels) if self.data.val else math.nan
 
     def tune_thresholds(self, scores):
-        val, args = self.data.val, self.args
-        if val.y is not None:
-            return best_f1_thresholds(scores, val.y)
-        return known_label_thresholds(scores, val.z, args.recall, args.labels_per_image)
+        if not self.by_known_labels:
+            return best_f1_thresholds(scores, self.data.val.y)
+        return known_label_thresholds(scores, self.data.val.z, self.args.recall, self.args.labels_per_image)
 
-    def describe_thresholds(self, logits, thresholds):
+    def describe_thresholds(self, scores, thresholds):
         """For result.json and best.pt; how many labels they give to validation images"""
-        per_image = (logits.sigmoid() >= thresholds).sum().item() / len(logits)
+        per_image = (scores >= thresholds).sum().item() / len(scores)
         return {"thresholds": dict(zip(self.data.classes, thresholds.tolist())), "labels_per_image": per_image}
 
-    def keep_thresholds(self, logits, thresholds):
+    def keep_thresholds(self, scores, thresholds):
         """--eval_only, known labels alone: thresholds of another --recall or --labels_per_image into result.json"""
         path = self.directory / "result.json"
-        if self.criterion != "val_mAP" and path.exists():
-            self.best = self.describe_thresholds(logits, thresholds)
+        if path.exists():
+            self.best = self.describe_thresholds(scores, thresholds)
             data_prep.write_json(path, read_json(path, "") | self.best)
             self.tell_thresholds()
             print(f"{path} has these thresholds now")
@@ -1407,9 +1419,7 @@ class Run:
         """`thresholds` are those of the classes, tuned on validation, for F1_tuned"""
         if not split:
             return {"mAP": math.nan, "F1": {}, "F1_tuned": {}, "AP": {}, "missed": {}}
-        return self.judge(self.predict(model, split), split.y, thresholds)
-
-    def judge(self, logits, y, thresholds):
+        logits, y = self.predict(model, split), split.y
         ap, p = average_precision(logits, y), logits.sigmoid()
         f1 = {"F1": f1_scores(p, y), "F1_tuned": {} if thresholds is None else f1_scores(p, y, thresholds)}
         missed = missed_positives(p, y, self.data.classes, 0.5 if thresholds is None else thresholds)
@@ -1425,19 +1435,18 @@ class Run:
             share_statistics(each)
         images_per_s = self.seen / (time.perf_counter() - self.training_began)
         logits = {name: self.predict(each, data.val) for name, each in models.items() if data.val}
-        mAP, best = (
-            {name: self.validation_mAP(logits.get(name)) for name in models},
-            self.best.get(self.criterion, -1.0),
-        )
+        mAP = {name: self.validation_mAP(logits.get(name)) for name in models}
+        highest = self.best.get(self.criterion, -1.0)
         chosen = max(mAP, key=mAP.get) if data.val else list(models)[-1]
         row |= {self.criterion: mAP[chosen], **{f"{self.criterion}_{name}": mAP[name] for name in models if others}}
-        better = data.val is None or mAP[chosen] > best  # without validation the last is kept
-        drop = best - mAP[chosen]
-        stop = self.criterion == "val_mAP" and (self.stale(row, others) or drop > max_drop)  # the other is too noisy
+        better = data.val is None or mAP[chosen] > highest  # without validation the last is kept
+        stop = self.stale(row, others) or highest - mAP[chosen] > max_drop
+        stop = stop and not self.by_known_labels  # they are too noisy
         if stop and not (better or self.args.smoke):
             self.last_epoch = self.epoch  # early stopping
         due = self.finished or (better and data.val)
-        thresholds = self.tune_thresholds(logits[chosen].sigmoid()) if due and data.val else None
+        p = logits[chosen].sigmoid() if due and data.val else None
+        thresholds = None if p is None else self.tune_thresholds(p)
         test = self.measure(models[chosen], data.test if due else None, thresholds)
         if others and self.finished and not data.val:  # nothing to choose between them by
             rest = {name: self.measure(models[name], data.test) for name in models if name != chosen}
@@ -1447,10 +1456,10 @@ class Run:
         if better:
             self.best = {"epoch": self.epoch, self.criterion: mAP[chosen], **{f"test_{k}": v for k, v in test.items()}}
             if data.val:
-                self.best |= self.describe_thresholds(logits[chosen], thresholds)
-            if data.val and data.val.y is not None and not data.test:  # what else there is to tell of the classes
-                seen = self.judge(logits[chosen], data.val.y, thresholds)
-                self.best |= {"val_AP": seen["AP"], "val_missed": seen["missed"]}
+                self.best |= self.describe_thresholds(p, thresholds)
+            if data.full_val and not data.test:  # what else there is to tell of the classes
+                self.best["val_AP"] = dict(zip(data.classes, average_precision(logits[chosen], data.val.y).tolist()))
+                self.best["val_missed"] = missed_positives(p, data.val.y, data.classes, thresholds)
         if rank() == 0 and better:
             best = unwrap(models[chosen])  # and all that it takes to build it again and to check that
             about = {"model_class": [type(best).__module__, type(best).__qualname__], "classes": data.classes}
@@ -1498,12 +1507,13 @@ class Run:
             tuned = read_checkpoint(start_from(self.args)).get("thresholds")
             tuned = torch.tensor(list(tuned.values()), device=self.device) if tuned else None
             logits = self.predict(state["model"], self.data.val) if self.data.val else None
-            if self.criterion != "val_mAP":  # --recall and --labels_per_image may have changed
+            if self.by_known_labels:  # --recall and --labels_per_image may have changed
                 tuned = self.tune_thresholds(logits.sigmoid())
             test = self.measure(state["model"], self.data.test, tuned)
             if rank() == 0:
                 print(f"{self.directory}: {in_words({self.criterion: self.validation_mAP(logits)}, test)}")
-                self.keep_thresholds(logits, tuned)
+                if self.by_known_labels:
+                    self.keep_thresholds(logits.sigmoid(), tuned)
         elif self.args.resume:
             self.restore()
         while self.checkpoint or not (self.finished or self.args.eval_only):
@@ -1671,8 +1681,7 @@ class Run:
     def report(self):
         """result.json, curve.png and the last line of a run"""
         best, last, data = self.best, self.rows[-1], self.data
-        labels = lambda split: split.z if split.y is None else split.y  # known ones alone, where there are no others
-        there = lambda split: labels(split).amax(0).tolist() if split else [1] * len(data.classes)
+        there = lambda split: split.labels.amax(0).tolist() if split else [1] * len(data.classes)
         empty = {
             what: [name for name, any_of_it in zip(data.classes, there(split)) if not any_of_it]
             for what, split in (("validation", data.val), ("test", data.test))
@@ -1689,7 +1698,7 @@ class Run:
         data_prep.write_json(self.directory / "result.json", dict.fromkeys(result) | known(result))  # the end
         for what, names in empty.items():
             if names:
-                shared = "the median threshold" if self.criterion == "val_mAP" else "one threshold for all of them"
+                shared = "one threshold for all of them" if self.by_known_labels else "the median threshold"
                 so = "count as AP 0" + (f", with {shared}" if what == "validation" else "")
                 listed = data_prep.printable(", ".join(names))
                 print(f"{len(names)} classes have no positive in the {what} set and {so}: {listed}")
@@ -1698,7 +1707,8 @@ class Run:
         shown = in_words({self.criterion: best[self.criterion]}, test)
         shown += f" (last epoch {last['test_mAP']:.2f})" if data.test else ""
         print(f"{chosen}: {shown}; {self.directory}/curve.png", flush=True)
-        self.tell_thresholds()
+        if self.by_known_labels:
+            self.tell_thresholds()
         self.advise()
         if self.args.smoke:
             print("smoke test: it runs; its numbers mean nothing", flush=True)
@@ -1706,9 +1716,8 @@ class Run:
     def tell_thresholds(self):
         wish, recall = self.args.labels_per_image, 100 * self.args.recall
         how = f"wanted: {wish:g}" if wish else f"each finds {recall:.0f} % of its class's known labels"
-        if self.criterion != "val_mAP":
-            given = f"{self.best['labels_per_image']:.2f} labels per image on {len(self.data.val)} held-out images"
-            print(f"thresholds: {given} ({how}); precision unknown", flush=True)
+        given = f"{self.best['labels_per_image']:.2f} labels per image on {len(self.data.val)} held-out images"
+        print(f"thresholds: {given} ({how}); precision unknown", flush=True)
 
     def advise(self):
         """What the curve of the last stage suggests"""
@@ -1716,7 +1725,7 @@ class Run:
         if args.smoke or args.max_steps or not self.data.val or last - first < 2:
             return
         if best == last == self.last_epoch:
-            faster = " or a higher --lr" if self.criterion == "val_mAP" else ""  # known labels don't compare these
+            faster = "" if self.by_known_labels else " or a higher --lr"  # known labels don't compare these
             print(f"note: {self.criterion} still rose in the last epoch: try more --epochs{faster}")
         if best == first:
             print("note: the first epoch was the best: try a lower --lr")
