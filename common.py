@@ -1398,7 +1398,7 @@ class Run:
 
     def tune_thresholds(self, scores):
         if not self.by_known_labels:
-            return best_f1_thresholds(scores, self.data.val.y)
+            return shrunk_thresholds(scores, self.data.val.y)
         return known_label_thresholds(scores, self.data.val.z, self.args.recall, self.args.labels_per_image)
 
     def describe_thresholds(self, scores, thresholds):
@@ -1807,6 +1807,16 @@ def best_f1_thresholds(scores, y):
         best.append(torch.where(positive.any(), ranked[f1.argmax()], torch.nan))  # the first of equals
     best = torch.stack(best)
     return best.nan_to_num(best.nanmedian().nan_to_num(0.5).item())
+
+
+FEW_POSITIVES = 20  # what the median of the classes' thresholds counts
+
+
+def shrunk_thresholds(p, y):
+    """(N, C) probabilities and labels -> (C,): best_f1_thresholds, which few positives decide by chance, drawn towards
+    their median: the mean of the two logits, weighted by the class's positives and by FEW_POSITIVES"""
+    own, positives = best_f1_thresholds(p, y).double().logit(1e-12), (as_tensor(y) == 1).sum(0).to(p.device)
+    return ((positives * own + FEW_POSITIVES * own.median()) / (positives + FEW_POSITIVES)).sigmoid()
 
 
 def known_label_thresholds(scores, z, recall, labels_per_image=0.0):

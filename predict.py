@@ -231,6 +231,7 @@ def draw(path, files, p, thresholds, classes, top):
             bars.barh(place, row[c].item(), color="lightskyblue" if row[c] >= thresholds[c] else "lightgrey")
             bars.text(0, place, f" {classes[c]} {row[c]:.2f}", va="center", fontsize=8)
         bars.set(xlim=(0, 1), ylim=(top - 0.4, -0.6))
+    figure.supxlabel("blue: labels, at or above their class's threshold; grey: the next most probable", fontsize=8)
     data_prep.save_figure(figure, path)
 
 
@@ -375,7 +376,7 @@ def card(config, name):
     escape = lambda text: data_prep.printable(text).replace("|", "\\|")
     test = {"mAP": config.get("test_mAP", math.nan), **{f1: config.get(f"test_{f1}") for f1 in ("F1", "F1_tuned")}}
     columns = [config["thresholds"] or {}, config.get("test_AP", {})]
-    how = "tuned for the best F1 on validation images"
+    how = "tuned for F1 on validation images"
     if "val_known_mAP" in config:
         how = "set to find a share of the known labels of held-out images; its precision is not known"
     rows = ([escape(c), *(f"{values[c]:.3f}" if c in values else "-" for values in columns)] for c in config["classes"])

@@ -96,6 +96,7 @@ SETTING = ("linear", "known_ratio", "init_from")  # with another of these it is 
 CUT_SHORT = ("max_steps", "smoke")  # always warned of
 NUMBERS_OF_MISSED = ("positives", "missed", "taken_for", "times")  # of a class, in result.json
 NOT_COMPARED = {*common.RESUME_MAY_CHANGE, "compile", "seed", *CUT_SHORT, *SETTING}
+CRITERIA = ("val_mAP", "val_known_mAP")  # columns of metrics.csv that choose the best epoch
 AN = "an.py"
 COLOURS = ("#8a8a8a", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # Okabe and Ito; AN is grey
 PAGE = Path(__file__).with_name("report_page.html")
@@ -687,7 +688,6 @@ def write_page(datasets, args, warnings):
 # ---- 5. Grid
 
 AVERAGED = {*common.RESUME_MAY_CHANGE, "compile", "seed"}  # in which the runs of a cell may differ
-CRITERIA = ("val_mAP", "val_known_mAP")  # columns of metrics.csv that choose the best epoch
 ON_A_GRID = {"validation mAP": "val_mAP", "validation mAP of the known labels": "val_known_mAP"}
 ON_A_GRID |= {"precision of the pseudo-positives, %": "pseudo_positives_precision"}
 

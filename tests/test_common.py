@@ -182,6 +182,17 @@ def test_thresholds_against_a_loop(n, seed, levels):
     assert common.best_f1_thresholds(torch.tensor(scores), torch.zeros(n, 4)).tolist() == [0.5] * 4
 
 
+def test_thresholds_of_few_positives_are_drawn_to_the_median():
+    """Best F1 at 0.2, 0.5, 0.9; a class without a positive; the median's logit is 0. Weights n / (n + 20)"""
+    p, y = torch.zeros(100, 4, dtype=torch.float64), torch.zeros(100, 4)
+    for c, (threshold, positives) in enumerate(((0.2, 60), (0.5, 2), (0.9, 5))):
+        p[:positives, c], y[:positives, c] = threshold, 1
+    expected = [1 / (1 + 4 ** (60 / 80)), 0.5, 1 / (1 + 9 ** (-5 / 25)), 0.5]
+    assert common.shrunk_thresholds(p, y).tolist() == pytest.approx(expected)
+    sure = common.shrunk_thresholds(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.eye(2))  # logits without bounds
+    assert ((sure >= 0) & (sure <= 1)).all()
+
+
 def test_metrics_of_many_rows_and_classes(monkeypatch):
     """Classes and rows are taken a few at a time"""
     rs = np.random.RandomState(2)
