@@ -26,7 +26,7 @@ class Args(common.Args):
     patience: common.NaturalOrMinus1 = -1  # early stopping: epochs without improvement to tolerate (-1: off)
     image_size: common.Count = 448  # side in pixels of the square that images are squashed to
     backbone: str = "resnet50"  # backbone: a ResNet of torchvision, resnet_small, or a name of timm
-    weights: str = "imagenet"  # initial weights of the backbone: imagenet, none, or a .pth or .safetensors file
+    weights: str = "imagenet"  # initial weights of the backbone: imagenet, none, or a .pth, .pt or .safetensors file
 
 
 PRESETS = {  # the defaults are VOC's

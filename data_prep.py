@@ -73,7 +73,7 @@ class Args:
     dataset: tyro.conf.Positional[Literal["scenes", "voc", "voc2007", "coco", "nus", "cub", "custom"]]
     data_root: str = "data"  # folder of the data sets
     raw: str = ""  # folder of your archives or extracted files, if not <data_root>/<data set>/raw
-    image_size: int = 0  # side of the cached images (0: 448, but none where it took over 20 times the space of photos)
+    image_size: int = 0  # side of the cached images (0: 448; custom: no cache above 20 times the size of the photos)
     cache: bool = True  # cache of resized images (--no_cache: files are decoded in every epoch)
     keep_empty: bool = False  # coco: also the images without labels, as the data set coco_all
     check: bool = False  # verification only, of every image
@@ -1407,7 +1407,7 @@ def next_command(args, folder):
 
 if __name__ == "__main__":
     sys.excepthook = explain
-    args = tyro.cli(Args, use_underscores=True)
+    args = tyro.cli(Args, use_underscores=True, description=__doc__)
     try:
         folder = prepare(args)
         summarise(folder)

@@ -29,7 +29,7 @@ class Args(common.Args):
     patience: common.NaturalOrMinus1 = 0  # early stopping: epochs without improvement to tolerate (-1: off)
     image_size: common.Count = 448  # side in pixels of the square that images are squashed to
     backbone: str = "resnet50"  # backbone: a ResNet of torchvision, resnet_small, or a name of timm
-    weights: str = "imagenet"  # initial weights of the backbone: imagenet, none, or a .pth or .safetensors file
+    weights: str = "imagenet"  # initial weights of the backbone: imagenet, none, or a .pth, .pt or .safetensors file
     alpha: common.NonNegative = 0.2  # weight of the entropy
     beta: common.NonNegative = 0.02  # weight of the pseudo-labels
     apl: bool = True  # asymmetric pseudo-labelling (--no_apl: EM loss alone)

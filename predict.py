@@ -61,7 +61,7 @@ class Args:
     csv: str = ""  # CSV file for the probabilities of all classes
     figure: str = ""  # PNG file of the images with their probabilities
     to_label: int = 0  # number of images to draw for labelling by hand, with suggestions, into --out
-    to_label_by: Literal["random", "uncertainty"] = "random"  # random: to measure with; uncertainty: to train with
+    to_label_by: Literal["random", "uncertainty"] = "random"  # random (for validation) or uncertainty (for training)
     out: str = ""  # file for --to_label: tasks.json (Label Studio) or tasks.csv (to fill in)
     seed: int = 0  # seed of the random draw
     export: str = ""  # .pt2 or .onnx file for the model with its preprocessing
@@ -411,7 +411,7 @@ python predict.py FOLDER photos
 
 if __name__ == "__main__":
     sys.excepthook = data_prep.explain
-    args = tyro.cli(Args, use_underscores=True)
+    args = tyro.cli(Args, use_underscores=True, description=__doc__.split("NOTES")[0])
     if args.top < 1:
         common.die(f"--top {args.top}: at least one label")
     if not (args.images or args.export or args.card):

@@ -808,7 +808,7 @@ def report_grid(runs, args, warn):
 
 if __name__ == "__main__":
     sys.excepthook = data_prep.explain
-    args = tyro.cli(Args, use_underscores=True)
+    args = tyro.cli(Args, use_underscores=True, description=__doc__)
     if args.markdown + args.latex + args.csv > 1:
         common.die("--markdown, --latex and --csv exclude each other")
     if args.classes < 0:

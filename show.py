@@ -257,7 +257,7 @@ def draw_probabilities(path, data, counts, sums):
 
 if __name__ == "__main__":
     sys.excepthook = data_prep.explain
-    args = tyro.cli(Args, use_underscores=True)
+    args = tyro.cli(Args, use_underscores=True, description=__doc__)
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # Ctrl-C, without a traceback
     device = common.find_device(args.device)
     script, config = predict.find_script(args.run)

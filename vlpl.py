@@ -33,9 +33,9 @@ class Args(common.Args):
     patience: common.NaturalOrMinus1 = -1  # early stopping: epochs without improvement to tolerate (-1: off)
     image_size: common.Count = 448  # side in pixels of the square that images are squashed to
     backbone: str = "resnet50"  # backbone: a ResNet of torchvision, resnet_small, or a name of timm
-    weights: str = "imagenet"  # initial weights of the backbone: imagenet, none, or a .pth or .safetensors file
+    weights: str = "imagenet"  # initial weights of the backbone: imagenet, none, or a .pth, .pt or .safetensors file
     clip_model: str = "ViT-L-14-336"  # CLIP: a name of open_clip, local-dir:FOLDER, hf-hub:NAME, or scenes
-    clip_pretrained: str = "openai"  # weights of a CLIP of open_clip: a tag, or a file (OpenAI's: NAME-quickgelu)
+    clip_pretrained: str = "openai"  # open_clip weights: tag or file (OpenAI's file: with --clip_model NAME-quickgelu)
     prompt: str = "A photo of {}"  # text for CLIP; {} is the class
     tau: common.Positive = 0.03  # temperature of CLIP's softmax
     theta: common.Share = 0.3  # probability above which a class becomes a pseudo-positive
