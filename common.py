@@ -171,7 +171,8 @@ def preset_settings(args_class, presets, given):
     with --known_ratio presets["<dataset> partial"] if there is one. Your own images on a CPU have presets[CPU], unless
     the model is chosen by hand. presets["--linear"] comes on top."""
     name, plain = Path(given.dataset).name, args_class()
-    preset = presets.get(f"{name} partial" if given.known_ratio else name, presets.get(name, {}))
+    paper = name.removesuffix("_all")  # coco_all: COCO with the images that have no label
+    preset = presets.get(f"{paper} partial" if given.known_ratio else paper, presets.get(paper, {}))
     said = lambda setting: getattr(given, setting, 0) != getattr(plain, setting, 0)
     laptop = {k: v for k, v in presets.get(CPU, {}).items() if k != "clip_model" or not said("clip_pretrained")}
     by_hand = (said("backbone") and given.backbone != laptop.get("backbone")) or getattr(given, "weights", "") == "none"

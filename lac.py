@@ -2,8 +2,8 @@
 
     python lac.py --dataset voc
 
-Every class has an embedding of its own for every image. What the network is sure of on a plain view it must also say of
-a distorted one, and, in a second stage, embeddings of the same class are drawn together.
+Every class has an embedding of its own for every image. Confident predictions on a plain view are the targets of a
+distorted one, and, in a second stage, embeddings of the same class are drawn together.
 
 NOTES: paper and release balance the three losses differently; `--form` has both, whole. "paper": the equations as
 printed, L_AN and L_PLC summed over classes; Eq. 7 can be negative. "release": L_AN a mean over B*C, L_PLC over the
@@ -48,7 +48,7 @@ class Args(common.Args):
     patience: common.NaturalOrMinus1 = 8  # early stopping: epochs without improvement to tolerate (-1: off)
     image_size: common.Count = 448  # side in pixels of the square that images are squashed to
     backbone: str = "resnet50"  # backbone: a ResNet of torchvision, resnet_small, or a name of timm that gives a map
-    weights: str = "imagenet"  # initial weights of the backbone: imagenet, none, or a .pth or .safetensors file
+    weights: str = "imagenet"  # initial weights of the backbone: imagenet, none, or a .pth, .pt or .safetensors file
     weight_decay: common.NonNegative = 0.01  # weight decay of AdamW
     ema: common.ShareBelow1 = 0.9997  # EMA decay (0: off)
     freeze_backbone: bool = False  # frozen backbone
@@ -75,7 +75,7 @@ class Args(common.Args):
     end_to_end: bool = False  # one stage with all losses
 
 
-PRESETS = {  # Xie et al., section 4.1, and the authors' release: the same for all; positives, alpha: Zhou et al. 2022
+PRESETS = {  # Xie et al., section 4.1, and the release: the same for all; positives: Cole et al., alpha: Zhou et al. 2022
     "coco": dict(positives=2.9, alpha=0.1),
     "nus": dict(positives=1.9, alpha=0.1),
     "cub": dict(positives=31.4, alpha=0.01),
@@ -146,10 +146,10 @@ def lac_loss(embed_a, class_a, embed_b, class_b, tau, denominator="inter", own=N
     -log(exp(a b / tau) / sum over the b of other classes of exp(a b / tau)); 0 for an anchor without such. "all": the
     mean over the b of its class, and the sum over all b. Class -1 is no anchor and nothing to compare with; `own` (A,)
     are rows of b that are the anchors themselves, and left out"""
-    if not len(embed_a) or not len(embed_b):
-        return 0 * (embed_a.sum() + embed_b.sum())
     precise = torch.promote_types(torch.promote_types(embed_a.dtype, embed_b.dtype), torch.float32)
     embed_a, embed_b = embed_a.to(precise), embed_b.to(precise)
+    if not len(embed_a) or not len(embed_b):
+        return 0 * (embed_a.sum() + embed_b.sum())
     own = torch.full_like(class_a, -1) if own is None else own
     portions = zip(*(side.split(ANCHORS_AT_ONCE) for side in (embed_a, class_a, own)))
     rest, plain = (embed_b, class_b, tau, denominator), {"use_reentrant": False, "preserve_rng_state": False}

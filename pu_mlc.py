@@ -7,7 +7,7 @@ No label is ever taken for negative: per class, the mean probability of all imag
 positives up, and predictions on mixed images must be the mix of the predictions.
 
 NOTES: Eq. 9 writes the factor with the unscaled s; the release and we take s / tau. The mixup target takes a gradient
-(the release's choice); BatchNorm statistics never see mixed images. The release adds an SSGRL head with word vectors
+(the release's choice); BatchNorm keeps no statistics of mixed images. The release adds an SSGRL head with word vectors
 and a label graph, trains only layer4, the global branches and the head, and picks epoch, weights and threshold on the
 test set: the paper's numbers can't be expected from the plain backbone. They are for a share of the positives
 (`--known_ratio`), for which coco, coco_all and voc2007 have presets without a validation split: the EMA of the last
@@ -44,7 +44,7 @@ class Args(common.Args):
     patience: common.NaturalOrMinus1 = -1  # early stopping: epochs without improvement to tolerate (-1: off)
     image_size: common.Count = 448  # side in pixels of the square that images are squashed to
     backbone: str = "resnet50"  # backbone: a ResNet of torchvision, resnet_small, or a name of timm
-    weights: str = "imagenet"  # initial weights of the backbone: imagenet, none, or a .pth or .safetensors file
+    weights: str = "imagenet"  # initial weights of the backbone: imagenet, none, or a .pth, .pt or .safetensors file
     alpha: common.Positive = 2.0  # temperature of a class, as a multiple of the spread of its logits (1 at most)
     gamma: common.NonNegative = 0.55  # exponent of the unlabelled term's weight, its mean probability
     mixup: common.NonNegative = 1.0  # weight of the mixup consistency
@@ -59,15 +59,13 @@ class Args(common.Args):
 
 PARTIAL = dict(backbone="resnet101", weight_decay=1e-4, one_cycle=80, lgconv=True, freeze_bn=True, crops=True)
 PARTIAL |= dict(val_fraction=0.0)  # the paper's own setting, with --known_ratio
-PARTIAL_COCO = dict(PARTIAL, epochs=40, batch_size=70, lr=1e-4, alpha=1.0, ema=0.9997)
-PRESETS = {  # one positive per image: batch and lr of the other methods; partial: README of the authors' release
+PRESETS = {  # one positive per image: batch and lr of the other methods; partial: the authors' release, README and code
     "coco": dict(batch_size=16),
     "nus": dict(batch_size=16),
     "cub": dict(lr=1e-4),
-    "coco partial": PARTIAL_COCO,
-    "coco_all partial": PARTIAL_COCO,  # with the images that have no label
+    "coco partial": dict(PARTIAL, epochs=40, batch_size=70, lr=1e-4, alpha=1.0, ema=0.9997),
     "voc2007 partial": dict(PARTIAL, epochs=55, batch_size=90, lr=4e-5, gamma=0.85, ema=0.991),
-    "--linear": dict(epochs=20, lr=1e-4),  # frozen features; chosen on validation
+    "--linear": dict(epochs=20, lr=1e-4, lgconv=False, crops=False, one_cycle=0, ema=0.0),  # frozen; chosen here
     # your own images without a GPU: small enough for it
     "--device cpu": dict(linear=True, backbone="tf_efficientnet_lite0", image_size=224),
     # made here; chosen on its validation set
@@ -158,13 +156,14 @@ def add_lgconv(module, heads=8):
 
 @contextmanager
 def without_statistics(model):
-    """BatchNorms in eval mode: mixed images neither use nor change the statistics of a batch"""
+    """Mixed images are normalised by their own statistics, of which BatchNorm keeps none for evaluation"""
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
+    momenta = [norm.momentum for norm in norms]
     for norm in norms:
-        norm.eval()
+        norm.momentum = 0.0
     yield
-    for norm in norms:
-        norm.train()
+    for norm, momentum in zip(norms, momenta):
+        norm.momentum = momentum
 
 
 def crop(pixels, row, size, seed, epoch):
@@ -206,7 +205,7 @@ class Classifier(common.Classifier):
 if __name__ == "__main__":
     args = common.parse(Args, PRESETS)
     if args.one_cycle and args.one_cycle < args.epochs:
-        common.die(f"--one_cycle {args.one_cycle} is shorter than the {args.epochs} epochs to train")
+        common.die(f"--one_cycle {args.one_cycle} is shorter than the {args.epochs} epochs to train: raise it, or 0")
     if args.linear and (args.lgconv or args.crops):
         common.die(
             "--lgconv and --crops are of no use with --linear, whose backbone sees every image once: leave out one"
@@ -224,6 +223,8 @@ if __name__ == "__main__":
     views, images = None, data.train.images
     if args.crops:  # of images of 512 pixels, for 448
         larger = images.from_files(round(args.image_size * 8 / 7), images.resample)
+        if larger.cached:
+            common.die("--crops needs the image files, of which only the cache is there: add --no_crops")
         data.train = replace(data.train, images=larger, pixels=None)
     beta, share = torch.distributions.Beta(BETA, BETA), args.batch_size // common.world()
     min_images = min(4, share)  # a last image alone would have no spread, and an enormous gradient

@@ -235,6 +235,12 @@ def test_presets_hold_only_known_settings_that_differ(script):
             assert getattr(default, name) != value or any(other != value for other in others)
 
 
+def test_coco_with_unlabelled_images_has_the_settings_of_coco():
+    coco, more = (common.parse(an.Args, an.PRESETS, ["--dataset", name]) for name in ("coco", "coco_all"))
+    assert replace(more, dataset="coco") == coco
+    assert coco.batch_size == 16
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

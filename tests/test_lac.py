@@ -228,6 +228,7 @@ def test_lac_is_computed_in_full_precision(denominator):
     a = a.bfloat16()  # of another precision than the queue
     expected = lac.lac_loss(a.float(), class_a, b.float(), class_b, 0.5, denominator)
     assert torch.equal(lac.lac_loss(a, class_a, b.float(), class_b, 0.5, denominator), expected)
+    assert lac.lac_loss(a, class_a, a[:0], class_a[:0], 0.5, denominator).dtype == torch.float32
 
 
 @pytest.mark.parametrize("denominator", ["inter", "all"])

@@ -438,13 +438,18 @@ def test_statistics_never_see_mixed_images(frozen, script, squares, workplace):
         assert value.any() != frozen
 
 
-def test_statistics_of_several_processes_never_see_mixed_images_either():
-    model = nn.Sequential(nn.SyncBatchNorm(3), nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm2d(3).eval())).train()
-    model[2][0].eval()
-    before = [module.training for module in model.modules()]
+def test_mixed_images_are_normalised_by_their_own_statistics():
+    """Frozen norms keep using the running ones; momenta are as before in the end"""
+    x = torch.randn(6, 3) * 5 + 7
+    model = nn.Sequential(nn.BatchNorm1d(3, momentum=0.3), nn.BatchNorm1d(3).eval(), nn.SyncBatchNorm(3))
+    before = [norm.running_mean.clone() for norm in model]
     with pu_mlc.without_statistics(model):
-        assert not any(module.training for module in (model[0], model[1], model[2][0]))
-    assert [module.training for module in model.modules()] == before
+        assert [norm.momentum for norm in model] == [0, 0.1, 0]
+        normal = (x - x.mean(0)) / (x.var(0, correction=0) + 1e-5).sqrt()
+        torch.testing.assert_close(model[0](x), normal)
+        torch.testing.assert_close(model[1](x), x / (1 + 1e-5) ** 0.5)
+    assert all(torch.equal(norm.running_mean, old) for norm, old in zip(model, before))
+    assert [norm.momentum for norm in model] == [0.3, 0.1, 0.1]
 
 
 def test_crops_are_squares_of_the_image():
@@ -530,3 +535,6 @@ def test_presets_follow_the_setting():
     assert single.val_fraction == 0.2
     assert (single.backbone, single.batch_size, single.lr, single.epochs, single.ema) == ("resnet50", 16, 1e-5, 10, 0)
     assert partial("voc").backbone == "resnet50"  # no preset of its own
+    words = ["--dataset", "voc2007", "--known_ratio", "0.1", "--linear"]
+    linear = common.parse(pu_mlc.Args, pu_mlc.PRESETS, words)  # a backbone that sees every image once
+    assert (linear.lgconv, linear.crops, linear.one_cycle, linear.ema, linear.epochs) == (False, False, 0, 0, 20)
