@@ -75,7 +75,7 @@ class Args(common.Args):
     end_to_end: bool = False  # one stage with all losses
 
 
-PRESETS = {  # Xie et al., section 4.1, and the release: the same for all; positives: Cole et al., alpha: Zhou et al. 2022
+PRESETS = {  # Xie et al., section 4.1, and the release: the same for all; positives: Cole et al.; alpha: Zhou et al.
     "coco": dict(positives=2.9, alpha=0.1),
     "nus": dict(positives=1.9, alpha=0.1),
     "cub": dict(positives=31.4, alpha=0.01),
