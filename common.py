@@ -45,12 +45,12 @@ from tqdm import tqdm
 
 import data_prep
 import scenes
-from data_prep import die, draw_known_positives, draw_single_positives, read_json, replacing, split_indices  # noqa: F401
+from data_prep import die, draw_single_positives, read_json, replacing, split_indices
 
 EVAL_BATCH = 64
 NO_RESULTS = ("epoch", "seconds", "images_per_s")  # columns of metrics.csv that are neither printed nor drawn
 SILENCE = 40  # seconds without a sign of life after which a process counts as dead
-ROWS = 2**12  # of an (N, C) table that are looked at together: torch makes int64 of what it sums
+ROWS = 2**12  # of an (N, C) table per reduction: torch sums bool and uint8 as int64
 CHECK_EVERY = 50  # steps between two checks of the losses: each one waits for the device
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -103,7 +103,7 @@ class Args:
 
 RESUME_MAY_CHANGE = {"data_root", "out", "name", "device", "workers", "tensorboard", "resume", "eval_only"}
 RESUME_MAY_CHANGE |= {"save_minutes", "pixels", "recall", "labels_per_image"}
-KNOWN = dict.fromkeys(("scenes", "voc", "voc2007", "coco", "coco_all", "nus", "cub"))  # they have papers' settings
+KNOWN = {"scenes", "voc", "voc2007", "coco", "coco_all", "nus", "cub"}  # they have papers' settings
 CPU = "--device cpu"  # in PRESETS: your own images without a GPU
 
 
@@ -129,7 +129,7 @@ def parse(args_class, presets, argv=None):
     if args.name and (earlier or not re.fullmatch(r"\w[\w.+-]*", args.name)):
         fix = "leave it out, the run has a directory" if earlier else "a name is made of letters, digits and . + - _"
         die(f"--name {args.name}: {fix}")
-    own = Path(args.dataset).name not in presets | KNOWN
+    own = Path(args.dataset).name not in {*presets, *KNOWN}
     if (own or args.linear) and not earlier and os.environ.get("RANK", "0") == "0":
         plain, values = args_class(dataset=args.dataset), vars(args).items()
         chosen = [name for name, value in values if value == getattr(start, name) != getattr(plain, name)]
@@ -171,12 +171,12 @@ def preset_settings(args_class, presets, given):
     with --known_ratio presets["<dataset> partial"] if there is one. Your own images on a CPU have presets[CPU], unless
     the model is chosen by hand. presets["--linear"] comes on top."""
     name, plain = Path(given.dataset).name, args_class()
-    paper = name.removesuffix("_all")  # coco_all: COCO with the images that have no label
+    paper = "coco" if name == "coco_all" else name  # with the images that have no label
     preset = presets.get(f"{paper} partial" if given.known_ratio else paper, presets.get(paper, {}))
     said = lambda setting: getattr(given, setting, 0) != getattr(plain, setting, 0)
     laptop = {k: v for k, v in presets.get(CPU, {}).items() if k != "clip_model" or not said("clip_pretrained")}
     by_hand = (said("backbone") and given.backbone != laptop.get("backbone")) or getattr(given, "weights", "") == "none"
-    if name not in presets | KNOWN and on_cpu(given) and not by_hand:
+    if name not in {*presets, *KNOWN} and on_cpu(given) and not by_hand:
         preset = laptop
     if given.linear or preset.get("linear"):
         preset = preset | presets.get("--linear", {})
@@ -353,7 +353,7 @@ def load(args, device="cpu"):
     default_images = folder / "images" if (folder / "images").is_dir() else folder
     image_folder, upright = folder / info.get("image_folder", default_images.resolve()), info.get("upright", False)
     there = lambda name: (folder / f"formatted_{name}.npy").exists()
-    parts = [part for part in ("train", "valid", "val") if there(f"{part}_images")]
+    parts = data_prep.parts_of(folder)
     images = {part: data_prep.Images(folder, image_folder, part, args.image_size, upright) for part in parts}
     labelled = [part for part in parts if part != "train" or there("train_labels") or not there("train_labels_obs")]
     y = {part: data_prep.read_labels(folder / f"formatted_{part}_labels.npy", len(images[part])) for part in labelled}
@@ -390,8 +390,12 @@ def load(args, device="cpu"):
     return Data(classes, train, val, test)
 
 
+def dataset_folder(args):
+    return Path(args.dataset) if os.sep in args.dataset else Path(args.data_root, args.dataset)
+
+
 def find_dataset(args):
-    folder = Path(args.dataset) if os.sep in args.dataset else Path(args.data_root) / args.dataset
+    folder = dataset_folder(args)
     if args.dataset == "scenes":
         if rank() == 0:
             scenes.make(folder)
@@ -430,8 +434,7 @@ class Loader:
     depends on the number of its threads"""
 
     def __init__(self, args, device):
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        cores_each = cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes of this machine, under torchrun
+        cores_each = data_prep.cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of torchrun on this machine
         self.device, self.threads = device, max(1, min(8, cores_each)) if args.workers < 0 else args.workers
         self.pool, self.place = ThreadPoolExecutor(max(1, self.threads)), args.pixels
 
@@ -688,7 +691,7 @@ def hash_tensors(tensors):
 
 
 class EmbeddingCache:
-    """What a frozen network makes of images or texts, computed once and kept under <data_root>/embeddings"""
+    """Embeddings of images or texts by a frozen network, cached under <data_root>/embeddings"""
 
     def __init__(self, data_root, loader):
         self.folder, self.loader, self.seconds = Path(data_root) / "embeddings", loader, 0.0
@@ -709,10 +712,8 @@ class EmbeddingCache:
             starts = range(0, n, size)
             parts = {folder / f"{at:09d}-{size}.npy": in_batches(np.arange(at, min(at + size, n))) for at in starts}
             rows_in = {part: sum(map(len, batches)) for part, batches in parts.items()}
-            there = {
-                part for part in list(parts)[rank() :: world()] if data_prep.read_rows(part, rows_in[part]) is not None
-            }
-            mine = {part: parts[part] for part in list(parts)[rank() :: world()] if part not in there}
+            share = list(parts)[rank() :: world()]
+            mine = {part: parts[part] for part in share if data_prep.read_rows(part, rows_in[part]) is None}
             total, started = sum(len(idx) for batches in mine.values() for idx in batches), time.perf_counter()
             for done, part in enumerate(progress(mine, f"embedding {what}", unit=f" x {size} {unit}"), 1):
                 data_prep.write_rows(part, [batch.float().cpu().numpy() for batch in encode(mine[part])])
@@ -729,8 +730,9 @@ class EmbeddingCache:
             for part in parts if rank() == 0 else ():
                 part.unlink(missing_ok=True)
         barrier()
-        rows = np.load(whole, mmap_mode="r", allow_pickle=False) if whole.exists() else None
-        return die(f"{whole} has been deleted: start again") if rows is None else rows
+        if not whole.exists():
+            die(f"{whole} has been deleted: start again")
+        return np.load(whole, mmap_mode="r", allow_pickle=False)
 
 
 class Clip:
@@ -850,19 +852,21 @@ def judge_clip(run, data, scores, choose, fix):
     """What CLIP is worth for these classes: by full labels of validation images, else by known labels of training
     images. One line, and a warning where it is worth little. scores(name of a split) -> (N, C), choose(scores, z) ->
     pseudo-labels, fix: a remedy for few of them"""
-    full = data.full_val
-    name, labels = ("val", full.y[:JUDGED]) if full else ("train", data.train.z[:JUDGED])
-    score, z = scores(name)[:JUDGED], torch.zeros_like(labels) if full else labels
-    pseudo, one = choose(score, z), draw_single_positives(labels.cpu()) if full else labels
-    counts = count_pseudo_labels(pseudo, z, labels if full else None)
+    if full := data.full_val:
+        name, labels = "val", full.y[:JUDGED]
+        z, observed = torch.zeros_like(labels), torch.from_numpy(draw_single_positives(labels.cpu())).to(labels)
+    else:
+        name, labels = "train", data.train.z[:JUDGED]
+        z = observed = labels
+    score = scores(name)[:JUDGED]
+    counts = count_pseudo_labels(choose(score, z), z, labels if full else None)
     wanted = [f"pseudo_positives_{what}" for what in ("per_image", "precision", "precision_at_random")]
     numbers = {what: value for what, value in pseudo_label_columns(counts.double()).items() if what in wanted}
     numbers |= {"agreement": agreement(score, labels), "agreement_at_random": 50.0}
-    run.summarise(f"clip_on_{name}", known(numbers))
+    run.summarise(f"clip_on_{name}", without_nans(numbers))
     odds = [p / max(100 - p, 1e-9) for p in map(numbers.get, wanted[1:]) if p is not None]
     useless = odds[0] < MIN_ODDS_RATIO * odds[1] if odds else numbers["agreement"] < MIN_AGREEMENT
-    hidden = choose(score, torch.as_tensor(one).to(z)) == 1  # those that would be new in training
-    chosen = 100 * hidden.any(1).float().mean().item()
+    chosen = 100 * (choose(score, observed) == 1).any(1).float().mean().item()  # with pseudo-positives in training
     if useless and rank() == 0:
         remedy = "class names as CLIP would read them, another --prompt or --clip_model, or em_apl.py, without CLIP"
         print(f"warning: CLIP hardly knows these classes: try {remedy}", flush=True)
@@ -1064,7 +1068,7 @@ class Run:
         self.seen, self.began, self.training_began = 0, 0.0, 0.0  # images and times of this epoch
         self.logged, self.counts, self.unchecked, self.batch = {}, [], [], 0  # of this epoch too
         self.idx, self.weight, self.stepped = None, 1.0, True  # this batch
-        self.in_batches, self.signal = False, None  # a signal that ends the run after this step
+        self.in_loop, self.signal = False, None  # a signal that ends the run after this step
         if args.tensorboard and not importlib.util.find_spec("tensorboard"):
             die("--tensorboard needs one more package: pip install tensorboard")
         for name in {"SIGINT", "SIGTERM", "SIGUSR1"} & set(dir(signal)):
@@ -1077,7 +1081,7 @@ class Run:
     def interrupt(self, number, _=None):
         """Ctrl-C, SIGTERM or SIGUSR1. Whatever they interrupt, files are whole: they are replaced, not changed"""
         signal.signal(number, signal.SIG_IGN if world() > 1 else signal.SIG_DFL)
-        if number != signal.SIGINT and self.in_batches and world() == 1 and not self.signal:
+        if number != signal.SIGINT and self.in_loop and world() == 1 and not self.signal:
             self.signal = number  # save_inside() saves after this step, and comes back here
             return
         if self.directory and rank() == 0 and not self.args.eval_only:
@@ -1248,7 +1252,7 @@ class Run:
         order = torch.randperm(n, generator=generator)
         flips = (torch.rand(n, generator=generator) < 0.5)[order] & flip
         spans = [(at, min(at + size, n)) for at in range(0, n, size) if n - at >= min_images * world()]
-        total, done = min(len(spans), self.args.max_steps - self.steps) if self.args.max_steps else len(spans), 0
+        done, total = 0, min(len(spans), self.steps_left)
         self.training_began, self.passes = time.perf_counter(), self.passes + 1
         if self.checkpoint:  # resumed inside an epoch: in this pass over the data, or in a later one
             if self.passes < self.checkpoint["inside"]["pass"]:
@@ -1256,19 +1260,19 @@ class Run:
             done, total = self.restore_inside()
         self.seen, spans = sum(stop - start for start, stop in spans[:total]), spans[done:total]
         shares = [slice(start + rank(), stop, world()) for start, stop in spans]
-        rows, mirrored = ([values.numpy()[share] for share in shares] for values in (order, flips))
+        rows, mirrored = [order.numpy()[share] for share in shares], [flips.numpy()[share] for share in shares]
         inputs = self.inputs(split, rows, mirrored, augment)
         order, flips = order.to(self.device), flips.to(self.device)
         bar = progress(inputs, f"epoch {self.epoch}/{self.last_epoch}", total=total, initial=done)
+        self.in_loop = True  # waiting for a batch too: SIGTERM is answered after the next step
         for at, ((start, stop), share, x) in enumerate(zip(spans, shares, bar), done + 1):
             if flip and not split.features:
                 x = torch.where(flips[share].view(-1, *[1] * (x.ndim - 1)), x.flip(-1), x)
             self.idx, self.weight = order[share], len(x) * world() / (stop - start)
-            self.in_batches = True
             yield self.of_any_length(x), split.z[self.idx], self.idx
-            self.in_batches = False
             self.foretell(len(split), at, total)
             self.save_inside(at, total)
+        self.in_loop = False
 
     def foretell(self, images, done, total):
         """One line about how long training will take, once some steps are measured; without a terminal too"""
@@ -1277,8 +1281,7 @@ class Run:
         elapsed, steps = now - self.clock[0], self.steps - self.clock[1]
         if self.foretold or steps < 3 or elapsed < 10:
             return
-        left = total - done + (self.last_epoch - self.epoch) * total
-        left = min(left, self.args.max_steps - self.steps) if self.args.max_steps else left
+        left = min(total - done + (self.last_epoch - self.epoch) * total, self.steps_left)
         evaluated = sum(len(split) for split in (self.data.val, self.data.test) if split)
         seconds, self.foretold = elapsed / steps * left * (1 + evaluated / images / 3), True  # no backward: a third
         if rank() == 0 and seconds > 60:
@@ -1351,9 +1354,13 @@ class Run:
         if rank() == 0:
             print(f"{name}: {', '.join(f'{key} {value:.2f}' for key, value in values.items())}", flush=True)
 
+    def stacked_logs(self):
+        """{name: (times,) on the device}; a script may log a number here and a tensor there"""
+        return {name: torch.stack([value.to(self.device) for value in values]) for name, values in self.logged.items()}
+
     def row_of_logs(self):
         """Means over all steps and processes of what was logged, NaNs left out, and the columns of pseudo-labels"""
-        values = {name: torch.stack(logged).double() for name, logged in self.logged.items()}
+        values = {name: logged.double() for name, logged in self.stacked_logs().items()}
         sums = {name: (v.nansum().item(), (~v.isnan()).sum().item()) for name, v in values.items()}
         # a process may have logged what others haven't
         everyone = gather_objects((sums, sum(self.counts).double().cpu() if self.counts else None))
@@ -1389,7 +1396,7 @@ class Run:
 
     @property
     def by_known_labels(self):
-        """Are there validation images, but none with all of their labels?"""
+        """Whether the validation images have only known labels"""
         return self.data.val is not None and not self.data.full_val
 
     def validation_mAP(self, logits):
@@ -1407,15 +1414,6 @@ class Run:
         per_image = (scores >= thresholds).sum().item() / len(scores)
         return {"thresholds": dict(zip(self.data.classes, thresholds.tolist())), "labels_per_image": per_image}
 
-    def keep_thresholds(self, scores, thresholds):
-        """--eval_only, known labels alone: thresholds of another --recall or --labels_per_image into result.json"""
-        path = self.directory / "result.json"
-        if path.exists():
-            self.best = self.describe_thresholds(scores, thresholds)
-            data_prep.write_json(path, read_json(path, "") | self.best)
-            self.tell_thresholds()
-            print(f"{path} has these thresholds now")
-
     def measure(self, model, split, thresholds=None):
         """`thresholds` are those of the classes, tuned on validation, for F1_tuned"""
         if not split:
@@ -1432,8 +1430,6 @@ class Run:
         of the weights for instance: the best on validation counts, without validation the last of them."""
         self.check_losses()
         row, models = {"epoch": self.epoch, **self.row_of_logs()}, {"raw": model, **others}
-        for each in models.values():
-            share_statistics(each)
         images_per_s = self.seen / (time.perf_counter() - self.training_began)
         logits = {name: self.predict(each, data.val) for name, each in models.items() if data.val}
         mAP = {name: self.validation_mAP(logits.get(name)) for name in models}
@@ -1471,14 +1467,34 @@ class Run:
         if rank() == 0:
             self.show(row, better)
 
+    def evaluate_only(self, model):
+        """--eval_only: the best weights, in place since prepare(). Where only known labels choose the thresholds, those
+        of another --recall or --labels_per_image go into result.json"""
+        saved = read_checkpoint(start_from(self.args)).get("thresholds")
+        thresholds = torch.tensor(list(saved.values()), device=self.device) if saved else None
+        logits = self.predict(model, self.data.val) if self.data.val else None
+        if self.by_known_labels:
+            thresholds = self.tune_thresholds(logits.sigmoid())
+        test = self.measure(model, self.data.test, thresholds)
+        if rank() > 0:
+            return
+        print(f"{self.directory}: {in_words({self.criterion: self.validation_mAP(logits)}, test)}")
+        path = self.directory / "result.json"
+        if self.by_known_labels and path.exists():
+            self.best = self.describe_thresholds(logits.sigmoid(), thresholds)
+            data_prep.write_json(path, read_json(path, "") | self.best)
+            self.tell_thresholds()
+            print(f"{path} has these thresholds now")
+
     def stale(self, row, others):
-        """Have more than --patience epochs passed since the best of this stage, of the raw weights and of each other
-        model (an EMA), and are the others below their best? An EMA that still rises is waited for."""
+        """Whether more than --patience epochs have passed since the best of this stage, of the raw weights and of each
+        other model (an EMA), and the others are below their best: an EMA that still rises is waited for"""
         rows, patience = [*self.rows[self.began_at :], row], getattr(self.args, "patience", -1)
-        names = [self.criterion, *(f"{self.criterion}_{name}" for name in ("raw", *others) if others)]
-        best = [max(rows, key=lambda earlier: earlier[name]) for name in names]
-        falling = all(row[name] < its[name] for name, its in zip(names[2:], best[2:]))
-        return 0 <= patience < self.epoch - max(its["epoch"] for its in best) and falling
+        averaged = [f"{self.criterion}_{name}" for name in others]
+        columns = [self.criterion, f"{self.criterion}_raw", *averaged] if others else [self.criterion]
+        best = {name: max(rows, key=lambda earlier: earlier[name]) for name in columns}
+        falling = all(row[name] < best[name][name] for name in averaged)
+        return 0 <= patience < self.epoch - max(its["epoch"] for its in best.values()) and falling
 
     def show(self, row, better):
         if self.args.tensorboard:
@@ -1487,7 +1503,7 @@ class Run:
             with SummaryWriter(self.directory) as board:
                 for name, value in row.items():
                     board.add_scalar(name, value, self.epoch)
-        shown = [name for name in known(row) if name not in NO_RESULTS and not name.endswith("at_random")]
+        shown = [name for name in without_nans(row) if name not in NO_RESULTS and not name.endswith("at_random")]
         values = "  ".join(f"{name} {row[name]:{'.2f' if 'mAP' in name else '.4g'}}" for name in shown)
         speed = f"{row['seconds']:.1f} s  {row['images_per_s']:.0f} img/s"
         print(f"epoch {self.epoch:>2}/{self.last_epoch}  {values}{' *' if better else ''}  {speed}", flush=True)
@@ -1504,20 +1520,13 @@ class Run:
         self.fingerprint = hash_tensors({data_prep.hash_names(train.names()): train.z})
         if not isinstance(state.get("model"), nn.Module):
             die(f"{self.script.name}: run.epochs needs model=model, which is trained, saved and evaluated")
-        if self.args.eval_only:  # the best weights are in place since prepare()
-            tuned = read_checkpoint(start_from(self.args)).get("thresholds")
-            tuned = torch.tensor(list(tuned.values()), device=self.device) if tuned else None
-            logits = self.predict(state["model"], self.data.val) if self.data.val else None
-            if self.by_known_labels:  # --recall and --labels_per_image may have changed
-                tuned = self.tune_thresholds(logits.sigmoid())
-            test = self.measure(state["model"], self.data.test, tuned)
-            if rank() == 0:
-                print(f"{self.directory}: {in_words({self.criterion: self.validation_mAP(logits)}, test)}")
-                if self.by_known_labels:
-                    self.keep_thresholds(logits.sigmoid(), tuned)
-        elif self.args.resume:
+        if self.args.eval_only:
+            self.evaluate_only(state["model"])
+            self.leave()
+            return
+        if self.args.resume:
             self.restore()
-        while self.checkpoint or not (self.finished or self.args.eval_only):
+        while self.checkpoint or not self.finished:
             self.epoch += 1
             self.logged, self.counts, self.unchecked, self.batch, self.passes = {}, [], [], 0, 0
             self.began = time.perf_counter()
@@ -1533,30 +1542,35 @@ class Run:
             if not self.rows or self.rows[-1]["epoch"] != self.epoch:
                 die(f"{self.script.name}: every epoch must end with run.evaluate(model, data)")
             self.save()
-        if rank() == 0 and not self.args.eval_only:
+        if rank() == 0:
             self.report()
             self.lock.close()
         self.leave()
 
     @property
     def finished(self):
-        return self.epoch >= self.last_epoch or 0 < self.args.max_steps <= self.steps
+        return self.epoch >= self.last_epoch or not self.steps_left
+
+    @property
+    def steps_left(self):
+        """Of --max_steps"""
+        return max(0, self.args.max_steps - self.steps) if self.args.max_steps else math.inf
 
     def extend(self, epochs, keep):
         """So many more epochs after this one, with a best epoch of their own; the best so far stays as the file `keep`
         and in result.json. -> False where --max_steps are used up"""
-        if 0 < self.args.max_steps <= self.steps:
+        if not self.steps_left:
             return False
         shown = "epoch", self.criterion, "test_mAP"
-        results = {name: value for name, value in known(self.best).items() if name in shown}
+        results = {name: value for name, value in without_nans(self.best).items() if name in shown}
         if rank() == 0:
             with replacing(self.directory / keep) as temporary:
                 shutil.copy(self.directory / "best.pt", temporary)
             print(f"{keep}: best {', '.join(f'{name} {value:.4g}' for name, value in results.items())}", flush=True)
         barrier()
         self.earlier.append(results)
-        self.best, self.last_epoch, self.foretold = {"epoch": self.epoch}, self.epoch + epochs, False
-        self.began_at = self.epoch
+        self.best, self.began_at, self.last_epoch = {"epoch": self.epoch}, self.epoch, self.epoch + epochs
+        self.foretold, self.clock = False, None  # this stage has a speed of its own
         return True
 
     # -- what a run leaves
@@ -1566,54 +1580,53 @@ class Run:
             check_state(name, thing)
         return {name: vars(thing) for name, thing in self.state.items() if isinstance(thing, SimpleNamespace)}
 
-    def save(self, inside=None):
-        """last.pt, at the end of an epoch or `inside` one, where every process has something of its own"""
-        spaces = self.namespaces()
-        if world() > 1 and not inside:  # else rank 0's would be saved for all
-            values = {f"{name}.{key}": value for name, space in spaces.items() for key, value in space.items()}
+    def save(self):
+        """The end of an epoch: last.pt, metrics.csv and, where epochs are long, curve.png"""
+        if world() > 1:  # else rank 0's would be saved for all
+            spaces = self.namespaces().items()
+            values = {f"{name}.{key}": value for name, space in spaces for key, value in space.items()}
             digests = {name: hash_tensors({"": v}) if torch.is_tensor(v) else repr(v) for name, v in values.items()}
             everyone = gather_objects(digests)
             if apart := [name for name in digests if len({theirs.get(name) for theirs in everyone}) > 1]:
                 die(f"{apart[0]} differs between the processes: gather or reduce it before the epoch ends")
-        if inside:
-            logged, own = {name: torch.stack(values) for name, values in self.logged.items()}, io.BytesIO()
-            on_host = [name for name in logged if logged[name].device.type == "cpu"]
-            content = {"spaces": spaces, "logged": logged, "on_host": on_host, "random": random_state(self.device)}
-            content |= {"counts": sum(self.counts) if self.counts else None, "buffers": self.buffers()}
+        self.write_checkpoint("last.pt")
+        if rank() == 0:
+            (self.directory / "inside.pt").unlink(missing_ok=True)
+            self.write_metrics()
+            if self.rows[-1]["seconds"] > 20:  # to be looked at while it goes on
+                plot_curve(self.rows, self.best["epoch"], self.directory / "curve.png")
+
+    def save_inside(self, done, total):
+        """After `done` of the `total` batches of an epoch: inside.pt, if --save_minutes have passed or a signal came"""
+        due = self.signal or 0 < self.args.save_minutes <= (time.monotonic() - self.saved) / 60
+        rarely = world() == 1 or done % CHECK_EVERY == 0  # for the processes have to agree
+        if self.stepped and rarely and broadcast(due):  # not while gradients are accumulated
+            self.check_losses()
+            now, own = time.perf_counter(), io.BytesIO()
+            content = {"spaces": self.namespaces(), "logged": self.stacked_logs(), "buffers": self.buffers()}
+            content |= {"counts": sum(self.counts) if self.counts else None, "random": random_state(self.device)}
             torch.save(content, own)  # bytes: tensors would arrive on the device that they come from
-            inside = {
-                **inside,
-                "processes": gather_objects(torch.frombuffer(bytearray(own.getvalue()), dtype=torch.uint8)),
-            }
+            inside = {"pass": self.passes, "done": done, "total": total, "batch": self.batch}
+            inside |= {"seconds": now - self.began, "training_seconds": now - self.training_began}
+            inside["processes"] = gather_objects(torch.frombuffer(bytearray(own.getvalue()), dtype=torch.uint8))
+            self.write_checkpoint("inside.pt", inside)
+        if self.signal and (self.stepped or done == total):
+            self.interrupt(self.signal)
+
+    def write_checkpoint(self, file, inside=None):
+        """All that a run is resumed from; `inside`: position in the epoch, and what each process has of its own"""
         self.saved = time.monotonic()
         if rank() > 0:
             return
+        spaces = self.namespaces()
         names = ("epoch", "last_epoch", "steps", "rows", "best", "began_at", "earlier", "summaries")
         last = {"run": {name: getattr(self, name) for name in names}, "scaler": self.scaler.state_dict()}
         last |= {"classes": self.data.classes, "embedding_seconds": self.cache.seconds, **spaces}
         last |= {name: unwrap(thing).state_dict() for name, thing in self.state.items() if name not in spaces}
         last |= {"identity": identity(self.method, asdict(self.args)), "inside": inside, "data": self.fingerprint}
         last["probe"] = probe(unwrap(self.state["model"]), self.args.image_size)
-        with replacing(self.directory / ("inside.pt" if inside else "last.pt")) as temporary:
+        with replacing(self.directory / file) as temporary:
             torch.save(last, temporary)
-        if inside:
-            return
-        (self.directory / "inside.pt").unlink(missing_ok=True)
-        self.write_metrics()
-        if self.rows[-1]["seconds"] > 20:  # to be looked at while it goes on
-            plot_curve(self.rows, self.best["epoch"], self.directory / "curve.png")
-
-    def save_inside(self, done, total):
-        """After `done` of the `total` batches of an epoch: a checkpoint, if --save_minutes have passed"""
-        due = self.signal or 0 < self.args.save_minutes <= (time.monotonic() - self.saved) / 60
-        rarely = world() == 1 or done % CHECK_EVERY == 0  # for the processes have to agree
-        if self.stepped and rarely and broadcast(due):  # not while gradients are accumulated
-            self.check_losses()
-            now = time.perf_counter()
-            times = {"seconds": now - self.began, "training_seconds": now - self.training_began}
-            self.save({"pass": self.passes, "done": done, "total": total, "batch": self.batch, **times})
-        if self.signal:
-            self.interrupt(self.signal)
 
     def buffers(self):
         return [buffer for thing in self.state.values() if isinstance(thing, nn.Module) for buffer in thing.buffers()]
@@ -1638,8 +1651,7 @@ class Run:
         self.load_state(self.checkpoint, own["spaces"])
         for buffer, value in zip(self.buffers(), own["buffers"]):
             buffer.copy_(value)
-        where = lambda name: "cpu" if name in own["on_host"] else self.device
-        self.logged = {name: list(values.to(where(name))) for name, values in own["logged"].items()}
+        self.logged = {name: list(values.to(self.device)) for name, values in own["logged"].items()}
         self.counts = [] if own["counts"] is None else [own["counts"].to(self.device)]
         self.began, self.training_began = now - inside["seconds"], now - inside["training_seconds"]
         self.batch, self.checkpoint = inside["batch"], {}
@@ -1647,9 +1659,8 @@ class Run:
         return inside["done"], inside["total"]
 
     def restore(self):
-        paths = [
-            path for path in (self.directory / "last.pt", self.directory / "inside.pt") if broadcast(path.exists())
-        ]
+        paths = [self.directory / name for name in ("last.pt", "inside.pt")]
+        paths = [path for path in paths if broadcast(path.exists())]
         found = [read_checkpoint(path) for path in paths]
         if len(found) == 2 and found[1]["run"]["epoch"] <= found[0]["run"]["epoch"]:
             found.pop()  # of an epoch that has ended since
@@ -1677,7 +1688,7 @@ class Run:
         with replacing(self.directory / "metrics.csv") as temporary, open(temporary, "w", newline="") as file:
             writer = csv.DictWriter(file, dict.fromkeys(name for row in self.rows for name in row))
             writer.writeheader()
-            writer.writerows(map(known, self.rows))
+            writer.writerows(map(without_nans, self.rows))
 
     def report(self):
         """result.json, curve.png and the last line of a run"""
@@ -1696,7 +1707,7 @@ class Run:
         result["train_observed"] = dict(zip(data.classes, observed))
         del result["epoch"]
         plot_curve(self.rows, best["epoch"], self.directory / "curve.png")
-        data_prep.write_json(self.directory / "result.json", dict.fromkeys(result) | known(result))  # the end
+        data_prep.write_json(self.directory / "result.json", dict.fromkeys(result) | without_nans(result))  # the end
         for what, names in empty.items():
             if names:
                 shared = "one threshold for all of them" if self.by_known_labels else "the median threshold"
@@ -1732,14 +1743,14 @@ class Run:
             print("note: the first epoch was the best: try a lower --lr")
 
 
-def known(values):
+def without_nans(values):
     """Those that are not NaN, which JSON doesn't have"""
     return {name: value for name, value in values.items() if value == value}
 
 
 def in_words(val, test):
     """What was measured; NaN where there are no images with true labels"""
-    measured = known({**val, "test_mAP": test["mAP"]})
+    measured = without_nans({**val, "test_mAP": test["mAP"]})
     words = [f"{name.replace('_', ' ')} {value:.2f}" for name, value in measured.items()]
     for f1, where in ((test["F1"], "0.5"), (test["F1_tuned"], "tuned thresholds")):
         words += [f"OF1 {f1['OF1']:.2f} and CF1 {f1['CF1']:.2f} at {where}"] if f1 else []
@@ -1765,8 +1776,8 @@ def average_precision(scores, y):
             raise ValueError("scores hold NaN: there is no ranking to measure")
         own, ranked = in_order(column[positive]), in_order(column)
         if len(own):
-            as_high = lambda values: (len(values) - torch.searchsorted(values, own)).double()  # noqa: B023
-            ap[c] = (as_high(own) / as_high(ranked)).mean()
+            positives, images = (len(values) - torch.searchsorted(values, own) for values in (own, ranked))
+            ap[c] = (positives.double() / images).mean()  # of those that score as high or higher
     return ap
 
 
@@ -1788,10 +1799,9 @@ def f1_scores(scores, y, threshold=0.5):
     for some, true in zip(*pieces, strict=True):
         guess, truth = some >= threshold, true.to(some.device) == 1
         counts += torch.stack([mask.sum(0) for mask in (guess & truth, guess, truth)])
-    hits, guesses, truths = counts.double().cpu()
-    values, ratio = {}, lambda a, b: a / b.clamp(min=1)
-    for kind, sums in {"O": [t.sum() for t in (hits, guesses, truths)], "C": (hits, guesses, truths)}.items():
-        P, R = (100 * ratio(sums[0], total).mean().item() for total in sums[1:])
+    values, per_class = {}, counts.double().cpu()  # (3, C)
+    for kind, (hits, guesses, truths) in {"O": per_class.sum(1), "C": per_class}.items():
+        P, R = (100 * (hits / total.clamp(min=1)).mean().item() for total in (guesses, truths))
         values |= {f"{kind}P": P, f"{kind}R": R, f"{kind}F1": 2 * P * R / (P + R) if P + R else 0.0}
     return values
 
@@ -1857,12 +1867,13 @@ def missed_positives(scores, y, classes, thresholds=0.5):
 
 def count_pseudo_labels(pseudo, z, y):
     """Numbers of every class's pseudo-labels, and of those that are right if y is known -> (8, C)"""
-    counts, pieces = 0, zip(*(labels.split(ROWS) for labels in (pseudo, z, torch.full_like(z, 2) if y is None else y)))
-    for pseudo, z, y in pieces:
-        hidden = z != 1
-        positives, negatives = (pseudo == 1) & hidden, (pseudo == -1) & hidden
-        masks = hidden, positives, negatives, hidden & (y == 1), positives & (y == 1), negatives & (y == 0), y < 2
-        counts = counts + torch.stack([(z == z).sum(0), *(mask.sum(0) for mask in masks)])
+    counts, y = 0, torch.full_like(z, 2) if y is None else y  # 2: nobody knows
+    for some, observed, true in zip(pseudo.split(ROWS), z.split(ROWS), y.split(ROWS)):
+        hidden = observed != 1
+        positives, negatives = (some == 1) & hidden, (some == -1) & hidden
+        masks = torch.ones_like(hidden), hidden, positives, negatives
+        masks += hidden & (true == 1), positives & (true == 1), negatives & (true == 0), true < 2
+        counts = counts + torch.stack([mask.sum(0) for mask in masks])
     return counts
 
 
@@ -1883,7 +1894,7 @@ def pseudo_label_columns(counts):
 def plot_curve(rows, best_epoch, path):
     """curve.png: every column of the metrics over the epochs"""
     panels = {"loss": [], "mAP": []}
-    for name in dict.fromkeys(name for row in rows for name in known(row)):
+    for name in dict.fromkeys(name for row in rows for name in without_nans(row)):
         if name not in NO_RESULTS:
             words = " ".join(name.split("_")[: 2 if name.startswith("pseudo_") else 1])
             title = "mAP" if "mAP" in name else "per image" if name.endswith("per_image") else words
@@ -1893,7 +1904,8 @@ def plot_curve(rows, best_epoch, path):
     figure, axes = data_prep.pyplot().subplots(high, wide, figsize=size, **more)
     for axis, (title, names) in itertools.zip_longest(axes.flat, panels.items(), fillvalue=("", ())):
         for name in names:
-            axis.plot(*zip(*[(row["epoch"], row[name]) for row in rows if name in known(row)]), "o-", ms=3, label=name)
+            points = [(row["epoch"], row[name]) for row in rows if name in without_nans(row)]
+            axis.plot(*zip(*points), "o-", ms=3, label=name)
         axis.axvline(best_epoch, color="grey", linestyle=":", linewidth=1, label="best epoch")
         axis.set(title=title, xlabel="epoch", visible=bool(names))
         axis.xaxis.get_major_locator().set_params(integer=True)

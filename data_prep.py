@@ -130,7 +130,7 @@ EXPECTED_ERRORS |= {errno.ENOMEM, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EN
 
 
 def explain(kind, problem, trace):
-    """sys.excepthook of all scripts: one sentence where the machine is at fault; a bug keeps its traceback"""
+    """sys.excepthook of all scripts: one sentence for errors of the machine, a traceback for bugs"""
     text, sentence = str(problem), None
     if isinstance(problem, BrokenPipeError):
         sentence = "nobody reads the output any more"
@@ -187,10 +187,8 @@ def replacing(path):
     power cut too. A link's target is replaced; what is no regular file (a device, a FIFO) is written to."""
     special = (path.exists() and not path.is_file()) or str(path).startswith(("/dev/std", "/dev/fd/", "/proc/"))
     target = path if special else Path(os.path.realpath(path))
-    stem, folder = (
-        f".{target.name[:100]}.{socket.gethostname()}.",
-        Path(tempfile.gettempdir()) if special else target.parent,
-    )
+    folder = Path(tempfile.gettempdir()) if special else target.parent
+    stem = f".{target.name[:100]}.{socket.gethostname()}."
     temporary = folder / f"{stem}{os.getpid()}.{time.monotonic_ns()}"
     try:
         if path.is_dir():
@@ -269,6 +267,11 @@ def make_folder(path, new=False):
             die(f"{path} can't be written: {problem}")
         return False
     return True
+
+
+def cores():
+    """Number of CPUs that this process may use"""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def split_indices(n, val_fraction=0.2, seed=PROTOCOL_SEED):
@@ -955,11 +958,9 @@ def read_csv(path, folder, problems):
     separator, header, image, labels, named = columns
     joint = ";,"[: 1 + (separator == ";")]  # between the labels of a cell
     left = [c for c in range(len(header)) if c not in (image, *labels)]
-    names = (
-        [f"{header[image]} -> image", *(f"{header[c]} -> label" for c in labels)]
-        if named
-        else ["image, label, without header"]
-    )
+    names = ["image, label, without header"]
+    if named:
+        names = [f"{header[image]} -> image", *(f"{header[c]} -> label" for c in labels)]
     names += [f"{header[c] or '(no name)'} left out" for c in left[:5]] + ["..."] * (len(left) > 5)
     between, within = (" or ".join(SEPARATORS[one] for one in several) for several in (separator, joint))
     print(printable(f"{path}: columns {', '.join(names)}; {between} between them, {within} between labels; {encoding}"))
@@ -1122,23 +1123,13 @@ def parts_of(folder):
 
 def visit(images, what, target, rows, compare, finished=lambda rows: None):
     """Decodes the rows of `images` in several processes, into `target` or to compare with it; -> what went wrong"""
-    jobs = [
-        (
-            images.image_folder,
-            images.names[rows[n : n + 64]],
-            rows[n : n + 64],
-            images.size,
-            images.upright,
-            target,
-            compare,
-        )
-        for n in range(0, len(rows), 64)
-    ]
+    how = images.size, images.upright, target, compare
+    chunks = [rows[n : n + 64] for n in range(0, len(rows), 64)]
+    jobs = [(images.image_folder, images.names[chunk], chunk, *how) for chunk in chunks]
     problems = []
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     # forked, where that exists: a fresh interpreter for each worker would take seconds and hundreds of megabytes
     context = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
-    workers = ProcessPoolExecutor(cores, context, initializer=ignore_ctrl_c)
+    workers = ProcessPoolExecutor(cores(), context, initializer=ignore_ctrl_c)
     with workers, tqdm(total=len(rows), desc=what, unit="img", leave=False, disable=None) as bar:
         try:
             for chunk, failed in workers.map(visit_chunk, jobs):
@@ -1312,9 +1303,8 @@ def fill_cache(args, folder):
     size, upright = args.image_size or CACHE_SIZE, info.get("upright", False)
     image_folder = folder / info["image_folder"]
     names = {part: read_names(folder, part) for part in parts_of(folder)}
-    missing = [
-        str(image_folder / image) for part in names for image in names[part] if not (image_folder / image).is_file()
-    ]
+    paths = (image_folder / name for part in names for name in names[part])
+    missing = [str(path) for path in paths if not path.is_file()]
     if missing:
         listed = "\n  ".join(missing[:1000])
         die(f"{len(missing)} images are missing; put them back and run this again:\n  {listed}")

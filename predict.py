@@ -137,12 +137,12 @@ def find_thresholds(given, tuned, classes):
         print(f"note: labels are those from 0.5 on, --threshold changes that: {why}", file=sys.stderr)
         given = 0.5
     try:
-        thresholds = torch.full((len(classes),), float(given))
+        value = float(given)
     except ValueError:
-        thresholds = None
-    if thresholds is None or not 0 <= thresholds[0] <= 1:
+        value = math.nan
+    if not 0 <= value <= 1:
         common.die(f"--threshold {given}: a number between 0 and 1, or auto")
-    return thresholds
+    return torch.full((len(classes),), value)
 
 
 # ---- 3. Images
@@ -357,10 +357,10 @@ def write_card(folder, run, settings, classes, tuned):
     kept = {name: Path(v).name if isinstance(v, str) and os.path.isabs(v) else v for name, v in kept.items()}
     config = {"method": method, "backbone": kept.get("backbone", method), "image_size": settings.image_size}
     config |= {"classes": classes, "thresholds": None if tuned is None else dict(zip(classes, tuned.tolist()))}
-    config |= {"settings": kept, "processes": 1, "model_class": checkpoint["model_class"], "probe": checkpoint["probe"]}
-    config |= {"probe": config["probe"].tolist()} if torch.is_tensor(config["probe"]) else {}
+    config |= {"settings": kept, "processes": 1, "model_class": checkpoint["model_class"]}
+    config["probe"] = torch.as_tensor(checkpoint["probe"]).tolist()
     numbers = {"val_mAP", "val_known_mAP", "test_mAP", "test_F1", "test_F1_tuned", "test_AP"} & checkpoint.keys()
-    config |= common.known({name: checkpoint[name] for name in sorted(numbers)})
+    config |= common.without_nans({name: checkpoint[name] for name in sorted(numbers)})
     data_prep.make_folder(folder)
     weights = {name: value.clone().contiguous() for name, value in checkpoint["model"].items()}
     write(folder / "model.safetensors", safetensors.torch.save(weights))
@@ -479,7 +479,7 @@ if __name__ == "__main__":
         draw(Path(args.figure), files[:ON_A_FIGURE], p, thresholds, classes, args.top)
         say(f"{args.figure}: {len(files[:ON_A_FIGURE])} of {len(files)} images")
     if args.export:
-        exported = find_thresholds("0.5", None, classes) if tuned is None else tuned
+        exported = torch.full((len(classes),), 0.5) if tuned is None else tuned
         about = {"classes": classes, "thresholds": dict(zip(classes, exported.tolist())), "run": args.run}
         about |= {"input": "uint8 RGB (B, 3, H, W)", "output": "probabilities (B, C)"}
         export(Path(args.export), model, settings.image_size, about, files[:CHECKED])

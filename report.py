@@ -95,7 +95,8 @@ CLIP = ("clip_model", "clip_pretrained")
 SETTING = ("linear", "known_ratio", "init_from")  # with another of these it is another experiment, not another method
 CUT_SHORT = ("max_steps", "smoke")  # always warned of
 NUMBERS_OF_MISSED = ("positives", "missed", "taken_for", "times")  # of a class, in result.json
-NOT_COMPARED = {*common.RESUME_MAY_CHANGE, "compile", "seed", *CUT_SHORT, *SETTING}
+AVERAGED = {*common.RESUME_MAY_CHANGE, "compile", "seed"}  # in which the runs of a row or of a cell may differ
+NOT_COMPARED = {*AVERAGED, *CUT_SHORT, *SETTING}
 CRITERIA = ("val_mAP", "val_known_mAP")  # columns of metrics.csv that choose the best epoch
 AN = "an.py"
 COLOURS = ("#8a8a8a", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # Okabe and Ito; AN is grey
@@ -113,7 +114,7 @@ class Run:
     preset: common.Args  # what they would be if nothing had been said
     mAP: float  # of the test images; where there are none, of validation
     AP: dict
-    seconds: float  # of training: who embedded first is chance
+    seconds: float  # of training alone: which run fills the embedding cache is chance
     epochs: list  # rows of metrics.csv
     commit: str
     around: dict  # where it ran
@@ -222,6 +223,11 @@ def read_runs(paths, warn):
             warn(f"left out: {path} is damaged or of another version ({problem!r})")
 
 
+def over_runs(values):
+    """Mean and standard deviation; NaN where there is none"""
+    return np.mean(values) if values else np.nan, np.std(values, ddof=1) if len(values) > 1 else np.nan
+
+
 @dataclass
 class Row:
     """The runs of one method on one data set"""
@@ -230,19 +236,15 @@ class Row:
     runs: list
     style: str  # its colour, the same wherever it appears
 
-    def over_runs(self, values):
-        """mean, standard deviation; NaN where there is none"""
-        return np.mean(values), np.std(values, ddof=1) if len(values) > 1 else np.nan
-
     def mAP(self):
-        return self.over_runs([run.mAP for run in self.runs])
+        return over_runs([run.mAP for run in self.runs])
 
     def measured_on(self):
         return self.runs[0].around["measured_on"]
 
     def val_mAP(self, name="val_mAP"):
         values = [run.result.get(name) for run in self.runs]
-        return self.over_runs([np.nan if value is None else value for value in values])
+        return over_runs([np.nan if value is None else value for value in values])
 
     def observed(self, name):
         return self.runs[0].result.get("train_observed", {}).get(name)
@@ -260,7 +262,7 @@ class Row:
         return positives[0], np.mean(missed), taken_for, times[taken_for] / sum(missed) if taken_for else None
 
     def AP(self, name):
-        return self.over_runs([run.AP.get(name, np.nan) for run in self.runs])
+        return over_runs([run.AP.get(name, np.nan) for run in self.runs])
 
     def seconds(self):
         return np.mean([run.seconds for run in self.runs])
@@ -305,14 +307,12 @@ def check(dataset, rows, warn):
     runs = [run for row in rows for run in row.runs]
     compared = [(run.method(), run.compared()) for run in runs]
     for name in compared[0][1]:
-        methods = {}
-        for method, settings in compared:
-            methods.setdefault(settings[name][0], {})[method] = None
-        if len(methods) > 1 and any(value != preset for value, preset in (settings[name] for _, settings in compared)):
-            said = ", ".join(
-                f"{value if value != '' else 'nothing'} ({', '.join(who)})" for value, who in methods.items()
-            )
-            warn(f"{dataset}: the runs differ in {name}: {said}")
+        methods, chosen = {}, [(method, *settings[name]) for method, settings in compared]
+        for method, value, _ in chosen:
+            methods.setdefault(value, {})[method] = None
+        if len(methods) > 1 and any(value != preset for _, value, preset in chosen):
+            said = [f"{value if value != '' else 'nothing'} ({', '.join(who)})" for value, who in methods.items()]
+            warn(f"{dataset}: the runs differ in {name}: {', '.join(said)}")
     first = runs[0]
     other = next((run for run in runs if list(run.AP) != list(first.AP)), None)
     if other:
@@ -465,14 +465,9 @@ def csv_table(datasets):
     for name, rows in datasets.items():
         for row in rows:
             (figure, alike), start = row.published(), [data_prep.cell(name), data_prep.cell(row.method)]
-            ends = (
-                row.val_mAP()[0],
-                row.val_mAP("val_known_mAP")[0],
-                figure,
-                row.mAP()[0] - figure if figure else None,
-                alike if figure else None,
-            )
-            ends += row.seconds(), row.images_per_s(), *[None] * 5
+            difference, comparable = (row.mAP()[0] - figure, alike) if figure else (None, None)
+            ends = [row.val_mAP()[0], row.val_mAP("val_known_mAP")[0], figure, difference, comparable]
+            ends += [row.seconds(), row.images_per_s(), *[None] * 5]
             table.append([*start, "", len(row.runs), row.measured_on(), *row.mAP(), *ends])
             for label in row.runs[0].AP:
                 positives, missed, taken_for, share = row.missed(label)
@@ -570,13 +565,13 @@ def gallery(rows, args):
     chosen = [min(row.runs, key=lambda run: run.settings.seed) for row in rows]
     for run in tqdm(chosen, desc="test images", leave=False, disable=not sys.stderr.isatty()):
         model, settings, classes = predict.load_model(run.path, device)
-        then = os.path.join(run.working_directory, settings.data_root)
-        root = then if Path(then, settings.dataset).is_dir() else settings.data_root
-        settings = replace(settings, data_root=args.data_root or root, smoke=False)  # the same images for all runs
-        folder = Path(settings.data_root, settings.dataset)
-        if os.sep not in settings.dataset and not folder.is_dir():  # before load() makes scenes: a report makes nothing
+        root = os.path.abspath(args.data_root) if args.data_root else settings.data_root
+        settings = replace(settings, data_root=root, smoke=False)  # the same images for all runs
+        folder = common.dataset_folder(settings)
+        then = Path(run.working_directory, folder).absolute()
+        if not (then.is_dir() or folder.is_dir() or os.sep in settings.dataset):  # before load() makes scenes
             common.die(f"there is no {folder} here, say where it is with --data_root")
-        data = common.load(settings)
+        data = common.load(replace(settings, dataset=str(then)) if then.is_dir() else settings)
         first = first or data
         if not data.test:
             common.die(f"{settings.dataset} has no test images")
@@ -687,7 +682,6 @@ def write_page(datasets, args, warnings):
 
 # ---- 5. Grid
 
-AVERAGED = {*common.RESUME_MAY_CHANGE, "compile", "seed"}  # in which the runs of a cell may differ
 ON_A_GRID = {"validation mAP": "val_mAP", "validation mAP of the known labels": "val_known_mAP"}
 ON_A_GRID |= {"precision of the pseudo-positives, %": "pseudo_positives_precision"}
 
@@ -737,8 +731,7 @@ def over_cells(axes, cells):
         for cell, runs in cells.items():
             place = tuple(values.index(each) for values, each in zip(axes, cell))
             values = [v for run in runs if (v := run.at_best(column)) is not None]
-            mean[place] = np.mean(values) if values else np.nan
-            std[place] = np.std(values, ddof=1) if len(values) > 1 else np.nan
+            mean[place], std[place] = over_runs(values)
         if np.isfinite(mean).any():
             found[title] = mean, std
     return found

@@ -59,7 +59,7 @@ class Args:
 
 def load_data(settings, working_directory, device):
     """The run's data. From here on relative paths are those of the run, where its data set is found so."""
-    folder = Path(settings.dataset) if os.sep in settings.dataset else Path(settings.data_root, settings.dataset)
+    folder = common.dataset_folder(settings)
     if Path(working_directory).is_dir() and Path(working_directory, folder).is_dir():
         os.chdir(working_directory)
     if not folder.is_dir():  # before load() makes scenes
@@ -127,9 +127,9 @@ def verdict(observed, pseudo, there):
 def classes_of_pseudo(scores, pseudo, z):
     """Those that pseudo.png shows: observed ones, pseudo-positives, the highest of the others and pseudo-negatives"""
     order = scores.argsort(descending=True, stable=True)
-    known = (z == 1)[order], (pseudo == 1)[order]
-    top = max(5, min(known[1].sum().item() + 1, 10))
-    groups = order[:top], order[known[0]][:10], order[known[1]][:10], order[(pseudo == -1)[order]][:3]
+    observed, positives, negatives = (order[mask[order]] for mask in (z == 1, pseudo == 1, pseudo == -1))
+    top = max(5, min(len(positives) + 1, 10))
+    groups = order[:top], observed[:10], positives[:10], negatives[:3]
     shown = {c for group in groups for c in group.tolist()}
     return [c for c in order.tolist() if c in shown]
 

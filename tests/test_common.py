@@ -66,10 +66,10 @@ def test_single_positive_of_an_empty_row_is_empty():
 @pytest.mark.parametrize("ratio", [0.1, 0.37, 0.5, 1.0])
 def test_known_positives_keep_their_share_and_no_negative(ratio):
     y = (np.random.RandomState(3).random_sample((200, 9)) < 0.3).astype(np.int64)
-    z = common.draw_known_positives(y, ratio)
+    z = data_prep.draw_known_positives(y, ratio)
     assert (z <= y).all()
     assert z.sum() == round(ratio * y.sum())
-    assert np.array_equal(z, common.draw_known_positives(y, ratio))
+    assert np.array_equal(z, data_prep.draw_known_positives(y, ratio))
 
 
 # ---- metrics

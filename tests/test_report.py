@@ -657,6 +657,9 @@ def test_data_that_are_elsewhere(compare, workplace, trained, squares):
         trained, workplace / "b", {"dataset": "squares", "data_root": "."}, working_directory=str(Path(squares).parent)
     )
     assert compare("b", "--html", "page.html")[1] == []  # wherever the report is made
+    above = Path(squares).parent
+    copy(trained, workplace / "c", {"dataset": f"{above.name}/squares"}, working_directory=str(above.parent))
+    assert compare("c", "--html", "page.html")[1] == []
     copy(trained, workplace / "a", {"dataset": "squares", "data_root": "gone"})
     _, (warning,) = compare("a", "--html", "page.html")
     assert "no images of squares: there is no gone/squares here, say where it is with --data_root" in warning

@@ -534,6 +534,18 @@ def test_two_forwards_before_a_backward(squares, workplace):
     assert "warning" not in out
 
 
+def test_no_batch_is_left_after_the_last_step(squares, workplace):
+    """A script may make several steps with a batch, and more of them than --max_steps"""
+    args = common.parse(an.Args, an.PRESETS, ["--dataset", squares, *SMALL, "--max_steps", "3"])
+    run, data = common.Run(args, str(ROOT / "an.py")), common.load(args)
+    run.epoch, run.data = 1, data
+    for steps, expected in ((0, 3), (2, 1), (3, 0), (4, 0)):
+        run.steps = steps
+        run.checkpoint = {}
+        assert len([None for _ in run.batches(data.train)]) == expected
+    assert run.finished
+
+
 def test_few_images_for_batch_norm(squares, workplace):
     flags = (ROOT / "an.py", "--dataset", squares, *SMALL, "--batch_size", 7, "--max_steps", 2)
     out = finish(start(*TORCHRUN, *flags, cwd=workplace))

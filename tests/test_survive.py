@@ -233,6 +233,21 @@ def test_sigterm_saves_the_step(squares, whole, workplace):
     assert_same_run(run, whole)
 
 
+def test_sigterm_between_two_batches_saves_too(squares, workplace):
+    """Images take long to read here, so that the signal arrives while the loop waits for them"""
+    script, loop = workplace / "slow.py", "run.batches(data.train, flip=True)"
+    text = (ROOT / "an.py").read_text().replace("import common\n", "import common\nimport time\n", 1)
+    slow = text.replace(loop, loop[:-1] + ", augment=lambda image, row: time.sleep(0.1) or image)")
+    script.write_text(slow.replace("run.log(loss=loss", 'print("step", flush=True)\n            run.log(loss=loss'))
+    flags = ("--dataset", squares, *FLAGS, "--workers", 0, "--save_minutes", 0)
+    process = start(script, *flags, cwd=workplace)
+    wait_for(lambda: process.stdout.readline() == "step\n", process)
+    time.sleep(0.3)  # of 0.8 until the next batch
+    process.terminate()
+    finish(process, code=143)
+    assert torch.load(only_run(workplace) / "inside.pt", weights_only=True)["inside"]["done"]
+
+
 def test_with_other_processes_the_epoch_begins_again(squares, workplace):
     flags = ("--dataset", squares, *FLAGS, "--out", "killed", "--save_minutes", 1e-9)
     kill_inside(start(ROOT / "an.py", *flags, cwd=workplace), workplace, 2)
