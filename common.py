@@ -1095,6 +1095,7 @@ class Run:
         self.stop_watching()
         if dist.is_initialized():
             dist.destroy_process_group()
+            time.sleep(0.2)  # a thread of gloo that still drops a tensor when Python ends would abort the process
 
     # -- directory and model
 
