@@ -1475,14 +1475,15 @@ class Run:
         thresholds = torch.tensor(list(saved.values()), device=self.device) if saved else None
         logits = self.predict(model, self.data.val) if self.data.val else None
         if self.by_known_labels:
-            thresholds = self.tune_thresholds(logits.sigmoid())
+            p = logits.sigmoid()
+            thresholds = self.tune_thresholds(p)
         test = self.measure(model, self.data.test, thresholds)
         if rank() > 0:
             return
         print(f"{self.directory}: {in_words({self.criterion: self.validation_mAP(logits)}, test)}")
         path = self.directory / "result.json"
         if self.by_known_labels and path.exists():
-            self.best = self.describe_thresholds(logits.sigmoid(), thresholds)
+            self.best = self.describe_thresholds(p, thresholds)
             data_prep.write_json(path, read_json(path, "") | self.best)
             self.tell_thresholds()
             print(f"{path} has these thresholds now")
