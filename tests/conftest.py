@@ -114,6 +114,18 @@ def script(workplace, monkeypatch, capsys):
     return run
 
 
+@pytest.fixture
+def refused(script):
+    """refused("an.py", "--epochs", "1") -> the sentence with which the script ends"""
+
+    def run(name, *arguments):
+        with pytest.raises(SystemExit) as end:
+            script(name, *arguments)
+        return str(end.value.code)
+
+    return run
+
+
 def start(*command, cwd, **more):
     """A process of its own, for what must be killed or must share"""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}

@@ -138,6 +138,7 @@ def test_signals_end_a_run_as_ctrl_c_does(squares, whole, workplace, number):
     assert_same_run(run, whole)
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_run_of_two_processes(squares, workplace):
     flags = ("--dataset", squares, *SMALL, "--workers", 0, "--epochs", 4)
     process = start(*TORCHRUN, ROOT / "an.py", *flags, cwd=workplace)
@@ -181,7 +182,7 @@ def test_two_processes_go_on_inside_an_epoch(squares, workplace, monkeypatch):
 
 
 @pytest.mark.parametrize(  # the others' tests do it
-    "name", ["em_apl", "vlpl", "pu_mlc", "role", pytest.param("baselines", marks=pytest.mark.slow)]
+    "name", ["em_apl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("vlpl", "pu_mlc", "baselines"))]
 )
 def test_every_method_goes_on_inside_an_epoch(name, squares, tiny_clip, workplace):
     more = {"em_apl": ("--warmup", 1), "vlpl": ("--clip_model", f"local-dir:{tiny_clip}", "--theta", 0.1)}
