@@ -126,6 +126,23 @@ def refused(script):
     return run
 
 
+@pytest.fixture
+def a_kill_changes_nothing(script, workplace):
+    """A run killed inside its second epoch and resumed is the run that was never killed. -> both directories"""
+
+    def run(name, *flags):
+        script(name, *flags, "--out", "whole")
+        (whole,) = (workplace / "whole").iterdir()
+        process = start(ROOT / name, *flags, "--out", "killed", "--save_minutes", 1e-9, cwd=workplace)
+        kill_inside(process, workplace, 2)
+        (killed,) = (workplace / "killed").iterdir()
+        finish(start(ROOT / name, "--resume", killed, cwd=workplace))
+        assert_same_run(killed, whole)
+        return killed, whole
+
+    return run
+
+
 def start(*command, cwd, **more):
     """A process of its own, for what must be killed or must share"""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
@@ -170,18 +187,6 @@ def assert_same_run(one, other):
     a, b = (json.loads((run / "result.json").read_text()) for run in (one, other))
     times = dict(seconds=0, embedding_seconds=0)
     assert a | times == b | times
-
-
-def assert_a_kill_changes_nothing(name, *flags, cwd):
-    """A run killed inside its second epoch and resumed is the run that was never killed. -> both directories"""
-    finish(start(ROOT / name, *flags, "--out", "whole", cwd=cwd))
-    (whole,) = (cwd / "whole").iterdir()
-    process = start(ROOT / name, *flags, "--out", "killed", "--save_minutes", 1e-9, cwd=cwd)
-    kill_inside(process, cwd, 2)
-    (killed,) = (cwd / "killed").iterdir()
-    finish(start(ROOT / name, "--resume", killed, cwd=cwd))
-    assert_same_run(killed, whole)
-    return killed, whole
 
 
 def kill_inside(process, cwd, epoch):

@@ -9,7 +9,6 @@ from conftest import (
     ROOT,
     SMALL,
     TORCHRUN,
-    assert_a_kill_changes_nothing,
     finish,
     metrics,
     only_run,
@@ -548,10 +547,8 @@ def test_the_head_learns_faster(script, flags, workplace):
     assert len(groups[1]["params"]) == 2
 
 
-def test_a_kill_changes_nothing(flags, workplace):
-    killed, whole = assert_a_kill_changes_nothing(
-        "aevlp.py", *flags, "--epochs", 5, "--refresh_every", 3, cwd=workplace
-    )
+def test_a_kill_changes_nothing(a_kill_changes_nothing, flags):
+    killed, whole = a_kill_changes_nothing("aevlp.py", *flags, "--epochs", 5, "--refresh_every", 3)
     assert torch.equal(last_labels(killed), last_labels(whole))
 
 

@@ -13,7 +13,6 @@ from conftest import (
     ROOT,
     SMALL,
     TORCHRUN,
-    assert_a_kill_changes_nothing,
     assert_same_run,
     finish,
     metrics,
@@ -65,9 +64,9 @@ THETA = (
 )
 
 
-def test_a_trained_label_matrix_is_resumed(squares, workplace):
+def test_a_trained_label_matrix_is_resumed(a_kill_changes_nothing, squares, workplace):
     script = copy_of("an.py", workplace / "matrix.py", *THETA)
-    killed, whole = assert_a_kill_changes_nothing(script, "--dataset", squares, *FLAGS, cwd=workplace)
+    killed, whole = a_kill_changes_nothing(script, "--dataset", squares, *FLAGS)
     a, b = state(killed), state(whole)
     assert torch.equal(a["theta"], b["theta"])
     assert a["rounds"] == b["rounds"] == 3  # what came after run.evaluate is in the checkpoint too
@@ -95,9 +94,9 @@ REBOUND = (
 )
 
 
-def test_a_rebound_state_of_another_shape_is_resumed(squares, workplace):
+def test_a_rebound_state_of_another_shape_is_resumed(a_kill_changes_nothing, squares, workplace):
     script = copy_of("an.py", workplace / "rebound.py", *REBOUND)
-    killed, whole = assert_a_kill_changes_nothing(script, "--dataset", squares, *FLAGS, cwd=workplace)
+    killed, whole = a_kill_changes_nothing(script, "--dataset", squares, *FLAGS)
     assert torch.equal(state(killed)["seen"], state(whole)["seen"])
     assert len(state(whole)["seen"]) == 1 + 3 * 10  # a number per step
 
@@ -160,10 +159,10 @@ FORWARD = (
 )
 
 
-def test_a_changed_forward_in_a_script_with_a_hyphen(squares, workplace):
+def test_a_changed_forward_in_a_script_with_a_hyphen(a_kill_changes_nothing, squares, workplace):
     """Trained, killed, resumed, evaluated, and predicted with what was trained, though the weights fit a Classifier"""
     script = copy_of("an.py", workplace / "my-method.py", *FORWARD)
-    killed, _ = assert_a_kill_changes_nothing(script, "--dataset", squares, *FLAGS, cwd=workplace)
+    killed, _ = a_kill_changes_nothing(script, "--dataset", squares, *FLAGS)
     result = json.loads((killed / "result.json").read_text())
     assert f"test mAP {result['test_mAP']:.2f}" in finish(start(script, "--eval_only", killed, cwd=workplace))
 
@@ -258,7 +257,7 @@ def test_a_step_that_fp16_skips_leaves_momentum_alone(script, squares, workplace
     assert losses["fused"][2] < losses["fused"][0]
 
 
-def test_room_between_backward_and_step(squares, workplace):
+def test_room_between_backward_and_step(a_kill_changes_nothing, squares, workplace):
     """Clipping, accumulation over two batches, a second optimizer with a part of the weights"""
     edits = (
         (
@@ -276,7 +275,7 @@ def test_room_between_backward_and_step(squares, workplace):
         ),
     )
     script = copy_of("an.py", workplace / "clip.py", *edits)
-    killed, _ = assert_a_kill_changes_nothing(script, "--dataset", squares, *FLAGS, cwd=workplace)
+    killed, _ = a_kill_changes_nothing(script, "--dataset", squares, *FLAGS)
     assert torch.load(killed / "last.pt", weights_only=True)["run"]["steps"] == 3 * 5  # of 10 batches an epoch
     assert float(metrics(killed)[-1]["gradient_norm"]) > 1e-6
     first = torch.load(killed / "best.pt", weights_only=True)["model"]
@@ -339,7 +338,7 @@ def test_embeddings_of_other_code_are_not_taken(script, refused, squares, workpl
     assert "were made by other code of Mine: delete them" in refused(mine, *flags)
 
 
-def test_observed_labels_in_a_namespace_are_the_scripts_own(squares, workplace):
+def test_observed_labels_in_a_namespace_are_the_scripts_own(a_kill_changes_nothing, squares, workplace):
     """What is restored into a namespace must not reach the labels that run.batches yields."""
     edits = (
         IMPORT,
@@ -347,11 +346,11 @@ def test_observed_labels_in_a_namespace_are_the_scripts_own(squares, workplace):
         ("        run.evaluate(model, data)\n", "        labels.z = 1 - labels.z\n        run.evaluate(model, data)\n"),
     )
     script = copy_of("an.py", workplace / "own.py", *edits)
-    killed, whole = assert_a_kill_changes_nothing(script, "--dataset", squares, *FLAGS, cwd=workplace)
+    killed, whole = a_kill_changes_nothing(script, "--dataset", squares, *FLAGS)
     assert torch.equal(state(killed)["z"], state(whole)["z"])
 
 
-def test_what_was_accumulated_and_every_generator_are_those_of_the_epoch(squares, workplace):
+def test_what_was_accumulated_and_every_generator_are_those_of_the_epoch(a_kill_changes_nothing, squares, workplace):
     """An odd number of batches leaves a gradient behind; numpy's and Python's generators are seeded too"""
     edits = (
         ("import torch\nimport torch.nn", "import random\n\nimport numpy as np\nimport torch\nimport torch.nn"),
@@ -367,7 +366,7 @@ def test_what_was_accumulated_and_every_generator_are_those_of_the_epoch(squares
     )
     script = copy_of("an.py", workplace / "odd.py", *edits)
     flags = ("--dataset", squares, *FLAGS, "--batch_size", 9)  # nine batches
-    assert_a_kill_changes_nothing(script, *flags, cwd=workplace)
+    a_kill_changes_nothing(script, *flags)
 
 
 def test_two_processes_clip_and_log_alike(squares, workplace):

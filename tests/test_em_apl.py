@@ -381,9 +381,9 @@ def test_too_few_epochs_for_pseudo_labels_are_said(script, squares, workplace):
     )
 
 
-def test_the_label_state_survives_a_kill(squares, workplace):
-    command = (ROOT / "em_apl.py", "--dataset", squares, *FLAGS, "--epochs", 10, "--warmup", 2)
-    process = start(*command, cwd=workplace)
+def test_the_label_state_survives_a_kill(script, squares, workplace):
+    flags = ("--dataset", squares, *FLAGS, "--epochs", 10, "--warmup", 2)
+    process = start(ROOT / "em_apl.py", *flags, cwd=workplace)
     while not (found := list(workplace.glob("runs/*/metrics.csv"))) or len(rows_of(found[0].parent)) < 4:
         assert process.poll() is None
         time.sleep(0.005)
@@ -391,7 +391,7 @@ def test_the_label_state_survives_a_kill(squares, workplace):
     process.communicate()
     assert len(rows_of(only_run(workplace))) < 10
     finish(start(ROOT / "em_apl.py", "--resume", only_run(workplace), cwd=workplace))
-    finish(start(*command, "--out", "whole", cwd=workplace))
+    script("em_apl.py", *flags, "--out", "whole")
     (whole,) = (workplace / "whole").iterdir()
     for one, other in zip(state_of(only_run(workplace)), state_of(whole)):
         assert torch.equal(one, other)

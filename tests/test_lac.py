@@ -17,7 +17,6 @@ from conftest import (
     ROOT,
     SMALL,
     TORCHRUN,
-    assert_a_kill_changes_nothing,
     assert_same_run,
     finish,
     only_run,
@@ -975,20 +974,20 @@ def test_lac_learns(script, squares, workplace):
     assert max(row["test_mAP"] for row in rows(only_run(workplace)) if row["test_mAP"] > 0) > LEARNT
 
 
-def test_a_kill_in_stage_1_changes_nothing(squares, workplace):
+def test_a_kill_in_stage_1_changes_nothing(a_kill_changes_nothing, squares):
     flags = ("--dataset", squares, *SMALL, *SIZE, "--epochs", 2)
-    killed, whole = assert_a_kill_changes_nothing("lac.py", *flags, cwd=workplace)
+    killed, whole = a_kill_changes_nothing("lac.py", *flags)
     a, b = (torch.load(run / "last.pt", weights_only=True) for run in (killed, whole))
     for part in ("queue", "ema"):
         assert all(torch.equal(a[part][key], b[part][key]) for key in a[part])
     assert b["queue"]["classes"].max() >= 0
 
 
-@pytest.mark.parametrize("epoch", [2, 3])  # at the switch, and within stage 2
-def test_a_kill_in_stage_2_changes_nothing(squares, workplace, epoch):
-    flags = (ROOT / "lac.py", "--dataset", squares, *SMALL, *SIZE, "--epochs", 2)
-    finish(start(*flags, "--out", "whole", cwd=workplace))
-    process = start(*flags, "--out", "killed", cwd=workplace)
+@pytest.mark.parametrize("epoch", [2, pytest.param(3, marks=pytest.mark.slow)])  # at the switch, and within stage 2
+def test_a_kill_in_stage_2_changes_nothing(script, squares, workplace, epoch):
+    flags = ("--dataset", squares, *SMALL, *SIZE, "--epochs", 2)
+    script("lac.py", *flags, "--out", "whole")
+    process = start(ROOT / "lac.py", *flags, "--out", "killed", cwd=workplace)
     while not list(workplace.glob("killed/*/metrics.csv")) or len(rows(next((workplace / "killed").iterdir()))) < epoch:
         assert process.poll() is None
         time.sleep(0.01)
@@ -1023,7 +1022,7 @@ def test_a_kill_before_a_checkpoint_changes_nothing(script, squares, workplace, 
 
 def test_two_processes_share_one_queue(squares, workplace):
     """With delta 1 every image brings its observed label and no other: 80, of which each process has seen half"""
-    flags = ("--dataset", squares, *SMALL, *SIZE, "--epochs", 1, "--queue", 4096, "--delta", 0.6, 1)
+    flags = ("--dataset", squares, *SMALL, *SIZE, "--epochs", 1, "--queue", 128, "--delta", 0.6, 1)
     finish(start(*TORCHRUN, ROOT / "lac.py", *flags, cwd=workplace))
     first, second = rows(only_run(workplace))
     assert (first["stage"], second["stage"]) == (1, 2)

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from conftest import LEARNT, ROOT, SMALL, TORCHRUN, assert_a_kill_changes_nothing, finish, metrics, only_run, start
+from conftest import LEARNT, ROOT, SMALL, TORCHRUN, finish, metrics, only_run, start
 
 import an
 import common
@@ -137,10 +137,10 @@ def test_early_stopping_by_the_drop(script, squares, workplace):
     assert metrics(cut)[-1]["test_mAP"] != ""
 
 
-@pytest.mark.parametrize("form", ["r", "cp"])
-def test_a_kill_changes_nothing(form, squares, workplace):
+@pytest.mark.parametrize("form", [pytest.param("r", marks=pytest.mark.slow), "cp"])
+def test_a_kill_changes_nothing(a_kill_changes_nothing, form, squares):
     flags = ("--dataset", squares, *FLAGS, *MANY, "--form", form)
-    killed, whole = assert_a_kill_changes_nothing("ll.py", *flags, cwd=workplace)
+    killed, whole = a_kill_changes_nothing("ll.py", *flags)
     assert torch.equal(labels_of(killed), labels_of(whole))
 
 

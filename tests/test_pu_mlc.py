@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import LEARNT, ROOT, SMALL, TORCHRUN, assert_a_kill_changes_nothing, finish, only_run, start
+from conftest import LEARNT, ROOT, SMALL, TORCHRUN, finish, only_run, start
 from torch import nn
 
 import common
@@ -479,10 +479,10 @@ def test_drop_empty_leaves_out_classes_without_a_positive(script, squares, workp
     assert keep["loss_positive"] == drop["loss_positive"]
 
 
-def test_a_kill_changes_nothing(squares, workplace):
+def test_a_kill_changes_nothing(a_kill_changes_nothing, squares):
     """Scheduler, EMA and the random numbers of mixup come back."""
     more = ("--epochs", 4, "--one_cycle", 5, "--ema", 0.9)
-    killed, whole = assert_a_kill_changes_nothing("pu_mlc.py", *flags(squares), *more, cwd=workplace)
+    killed, whole = a_kill_changes_nothing("pu_mlc.py", *flags(squares), *more)
     a, b = (torch.load(run / "last.pt", weights_only=True)["ema"] for run in (killed, whole))
     assert all(torch.equal(a[name], b[name]) for name in a)
 

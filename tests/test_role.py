@@ -9,7 +9,6 @@ from conftest import (
     ROOT,
     SMALL,
     TORCHRUN,
-    assert_a_kill_changes_nothing,
     finish,
     metrics,
     only_run,
@@ -174,8 +173,8 @@ def test_without_validation_labels_it_asks(workplace, script):
     assert "estimates_mAP" not in metrics(only_run(workplace))[0]
 
 
-def test_a_kill_changes_nothing(squares, workplace):
-    killed, whole = assert_a_kill_changes_nothing("role.py", "--dataset", squares, *FLAGS, cwd=workplace)
+def test_a_kill_changes_nothing(a_kill_changes_nothing, squares):
+    killed, whole = a_kill_changes_nothing("role.py", "--dataset", squares, *FLAGS)
     assert torch.equal(theta_of(killed), theta_of(whole))
 
 

@@ -12,7 +12,6 @@ from conftest import (
     ROOT,
     SMALL,
     TORCHRUN,
-    assert_a_kill_changes_nothing,
     assert_same_run,
     finish,
     metrics,
@@ -472,8 +471,8 @@ def test_two_processes_share_the_images(squares, tiny_clip, workplace):
     assert len(quality[0]) == 8
 
 
-def test_a_kill_changes_nothing(squares, tiny_clip, workplace):
-    runs = assert_a_kill_changes_nothing("vlpl.py", *flags(squares, tiny_clip), "--epochs", 3, cwd=workplace)
+def test_a_kill_changes_nothing(a_kill_changes_nothing, squares, tiny_clip):
+    runs = a_kill_changes_nothing("vlpl.py", *flags(squares, tiny_clip), "--epochs", 3)
     assert torch.equal(*map(last_labels, runs))
 
 
