@@ -870,7 +870,7 @@ def judge_clip(run, data, scores, choose, fix):
     if useless and rank() == 0:
         remedy = "class names as CLIP would read them, another --prompt or --clip_model, or em_apl.py, without CLIP"
         print(f"warning: CLIP hardly knows these classes: try {remedy}", flush=True)
-    elif chosen < MIN_CHOSEN and rank() == 0:
+    if chosen < MIN_CHOSEN and rank() == 0:
         print(f"warning: {chosen:.2g} % of the {name} images have a pseudo-positive: {fix}", flush=True)
 
 

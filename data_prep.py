@@ -749,9 +749,11 @@ def read_cub(root):
 NUS_HELP = """NUS-WIDE can't be downloaded freely. Put into {raw} one of:
   (1) Cole et al.'s re-crawl, used by ROLE and AEVLP: formatted_{{train,val}}_{{images,labels}}.npy of
       zenodo.org/records/10162606
-  (2) the official images, from the drive of the authors of EM + APL (AckTheUnknown), used by EM + APL and VLPL:
-      their formatted_{{train,val}}_{{images,labels}}.npy
-  (3) the complete set, on request from NUS: ImageList/{{Train,Test}}Imagelist.txt and
+  (2) the official images, used by EM + APL and VLPL: Flickr.zip of
+      lms.comp.nus.edu.sg/wp-content/uploads/2019/research/nuswide/NUS-WIDE.html (reported dead in 2025), and
+      formatted_{{train,val}}_{{images,labels}}.npy of the authors of EM + APL,
+      drive.google.com/drive/folders/1YL7WhnGpd-pjbtPL5r6IKiPeYFVdpYne
+  (3) the complete set, on request on the same page: ImageList/{{Train,Test}}Imagelist.txt and
       TrainTestLabels/Labels_<concept>_{{Train,Test}}.txt (LAC has it too, but with a random split of its own)
 each with the images in a folder images/ and the classes' names, the official ConceptsList/Concepts81.txt,
 and run this again. The three are different images: their results can't be compared."""

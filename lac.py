@@ -412,10 +412,10 @@ if __name__ == "__main__":
             logits, embed = output if with_lac else (output, None)  # (2B, C), (2B, C, project_dim)
             weak, strong = logits.chunk(2) if views else (logits, None)
             p_weak = weak.detach().sigmoid()
-            an, plc, lac = an_loss_sum(weak, z), torch.zeros_like(weak.sum()), torch.zeros_like(weak.sum())
-            if args.form == "release":
-                an = an / len(data.classes)
-            if args.loss != "an":
+            plc, lac = torch.zeros_like(weak.sum()), torch.zeros_like(weak.sum())
+            if args.loss == "an":
+                an = an_loss_sum(weak, z) / (len(data.classes) if args.form == "release" else 1)
+            else:
                 an = other_loss(weak, z, args.loss, args.positives, args.alpha)
             if args.plc:
                 plc = args.lambda_plc * plc_loss(strong, p_weak, z, delta, args.form)

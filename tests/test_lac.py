@@ -27,7 +27,9 @@ from torch import nn
 from torchvision import transforms
 from torchvision.transforms.autoaugment import _apply_op
 
+import baselines
 import common
+import em_apl
 import lac
 
 # ---- losses
@@ -96,6 +98,17 @@ def test_the_other_losses_of_table_2_by_hand(loss, expected):
     logits = torch.tensor([[0.25, 0.75, 0.5]]).logit()
     got = lac.other_loss(logits, torch.tensor([[1, 0, 0]]), loss, positives=2.5, alpha=0.3)
     assert got.item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["wan", "ls", "epr", "em"])
+def test_the_other_losses_are_those_of_their_scripts(loss):
+    generator = torch.Generator().manual_seed(3)
+    logits, z = 3 * torch.randn(6, 5, generator=generator), F.one_hot(torch.tensor([1, 0, 2, 4, 4, 3]), 5)
+    if loss == "em":
+        other, _ = em_apl.em_apl_loss(logits, z, torch.zeros(6, 5), alpha=0.3, beta=1.0)
+    else:
+        other, _ = baselines.baseline_loss(logits, z, None, baselines.Args(loss=loss, epr_positives=2.5))
+    assert lac.other_loss(logits, z, loss, positives=2.5, alpha=0.3).item() == pytest.approx(other.item(), rel=1e-6)
 
 
 def test_plc_by_hand():

@@ -619,6 +619,7 @@ def test_clip_is_judged_by_full_labels_where_there_are(capsys):
     assert out == "warning: 0 % of the val images have a pseudo-positive: lower --theta\n"
     _, _, out = judged(capsys, scores.roll(1, dims=1) / 2, val=dict(y=y), z=y)
     assert "hardly knows" in out
+    assert out.endswith("warning: 0 % of the val images have a pseudo-positive: lower --theta\n")
 
 
 @pytest.mark.parametrize("right", [9, 13, 14, 20])
