@@ -114,6 +114,9 @@ def parse(args_class, presets, argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if missing := {"epochs", "batch_size", "image_size"} - {field.name for field in fields(args_class)}:
         die(f"Args lacks {', '.join(sorted(missing))}, which common.py reads: put the field back")
+    plain = {name for name, value in vars(args_class).items() if not (name.startswith("_") or callable(value))}
+    if untyped := sorted(plain - {field.name for field in fields(args_class)}):
+        die(f"Args: {untyped[0]} needs a type, as in {untyped[0]}: float = 0.1, to be a setting")
     about = (sys.modules[args_class.__module__].__doc__ or "").split("NOTES")[0]
     cli = partial(tyro.cli, args_class, use_underscores=True, description=about)
     first = cli(args=[word for word in argv if word not in ("-h", "--help")])  # which preset, or which run
@@ -174,8 +177,10 @@ def preset_settings(args_class, presets, given):
     paper = "coco" if name == "coco_all" else name  # with the images that have no label
     preset = presets.get(f"{paper} partial" if given.known_ratio else paper, presets.get(paper, {}))
     said = lambda setting: getattr(given, setting, 0) != getattr(plain, setting, 0)
-    laptop = {k: v for k, v in presets.get(CPU, {}).items() if k != "clip_model" or not said("clip_pretrained")}
-    by_hand = (said("backbone") and given.backbone != laptop.get("backbone")) or getattr(given, "weights", "") == "none"
+    unwanted = {"clip_model"} if said("clip_pretrained") else set()
+    unwanted |= {"linear", "freeze_backbone"} if getattr(given, "weights", "") == "none" else set()  # nothing to keep
+    laptop = {k: v for k, v in presets.get(CPU, {}).items() if k not in unwanted}
+    by_hand = said("backbone") and given.backbone != laptop.get("backbone")
     if name not in {*presets, *KNOWN} and on_cpu(given) and not by_hand:
         preset = laptop
     if given.linear or preset.get("linear"):
@@ -192,7 +197,7 @@ def read_run_settings(args_class, run):
         settings = {name: tuple(v) if isinstance(v, list) else v for name, v in config["settings"].items()}
         return replace(args_class(**settings), resume="", eval_only="", name="")
     except (KeyError, TypeError, AttributeError) as problem:
-        die(f"{run} was made by another script or version ({problem})")
+        die(f"{run} was made by another script or version, {config.get('method')}.py ({problem})")
 
 
 def read_config(run):
@@ -804,7 +809,8 @@ def load_open_clip(name, pretrained, dtype):
         die(f"--clip_model {name}: there is no open_clip_config.json in that folder")
     if named and name not in open_clip.list_models():
         near = ", ".join(difflib.get_close_matches(name, open_clip.list_models(), 5, 0.4))
-        die(f"--clip_model {name} is not one of open_clip's, local-dir:FOLDER or hf-hub:NAME; near it: {near}")
+        near = f"did you mean local-dir:{name}?" if Path(name).is_dir() else f"near it: {near or 'nothing'}"
+        die(f"--clip_model {name} is not one of open_clip's, local-dir:FOLDER or hf-hub:NAME; {near}")
     if named and not file and pretrained not in tags:
         die(f"--clip_pretrained {pretrained!r} is neither a file nor a tag of {name}, which are: {', '.join(tags)}")
     # open_clip only warns where a tag's weights were trained with another activation than the model's name stands for
@@ -1114,16 +1120,22 @@ class Run:
             die(f"{given} was made by {config['method']}.py: give it to that script")
         if apart := differences(identity(self.method, config["settings"]), identity(self.method, asdict(args))):
             die(f"{given} is a run of other settings: {apart}. Choose the same settings, or another --name")
-        if path.exists() and not args.eval_only:
-            result = read_json(path, "", test_mAP=(float, type(None)))
-            mAP = f", test mAP {result['test_mAP']:.2f}" if result.get("test_mAP") is not None else ""
-            print(f"{given}: finished after epoch {result.get('last_epoch')}{mAP}")
-            return None
-        if not args.eval_only and config["processes"] != world():
-            print(f"note: begun with {config['processes']} processes; with {world()} the numbers differ a little")
-        if not args.eval_only and Path(given, "script.py").read_bytes() != self.script.read_bytes():
+        if args.eval_only:
+            return ""
+        if Path(given, "script.py").read_bytes() != self.script.read_bytes():
             print(f"note: {self.script.name} has changed since {given} began; what it was then is in its script.py")
-        return "" if args.eval_only else given
+        if path.exists():
+            result = read_json(path, "", test_mAP=(float, type(None)), val_known_mAP=float)
+            named = {"test mAP": result.get("test_mAP"), "val known mAP": result.get("val_known_mAP")}
+            mAP = "".join(f", {name} {value:.2f}" for name, value in named.items() if value is not None)
+            print(f"{given}: finished after epoch {result.get('last_epoch')}{mAP}")
+            files = dataset_folder(args).glob("formatted_*.npy")
+            if any(file.stat().st_mtime > path.stat().st_mtime for file in files):
+                print(f"note: {args.dataset} was written after that: if it has changed, choose another --name")
+            return None
+        if config["processes"] != world():
+            print(f"note: begun with {config['processes']} processes; with {world()} the numbers differ a little")
+        return given
 
     def open_directory(self):
         """That of the run which is resumed or evaluated, or a new one: <out>/<dataset>-<method>-s<seed>-<time>"""
@@ -1322,7 +1334,7 @@ class Run:
         self.scaler.update()
         for optimizer in optimizers:
             optimizer.zero_grad()
-        self.steps, self.stepped = self.steps + 1, True
+        self.steps, self.stepped = self.steps + (self.batch > 0), True  # batches that had a backward
 
     def check_losses(self):
         """Stops at a loss that is not finite. Not called every step, for it waits for the device."""
@@ -1342,7 +1354,11 @@ class Run:
     def log(self, **values):
         """Values of a step, whose mean goes into the epoch's row, or of the epoch. Doesn't wait for the device."""
         for name, value in values.items():
-            self.logged.setdefault(name, []).append(value.detach() if torch.is_tensor(value) else torch.tensor(value))
+            value = value.detach() if torch.is_tensor(value) else torch.tensor(value)
+            if value.ndim:
+                shape = tuple(value.shape)
+                die(f"{self.script.name}: run.log({name}=...) takes a number, not a tensor of shape {shape}")
+            self.logged.setdefault(name, []).append(value)
 
     def log_pseudo_labels(self, pseudo, z, y=None):
         """Number, precision and recall of pseudo-labels (B, C), 1 and -1, among the labels that were not observed. Of
@@ -1543,6 +1559,8 @@ class Run:
                 die(f"{self.script.name} makes fewer passes over its batches than before: start a new run")
             if not self.rows or self.rows[-1]["epoch"] != self.epoch:
                 die(f"{self.script.name}: every epoch must end with run.evaluate(model, data)")
+            if not self.steps:
+                die(f"{self.script.name}: no batch had run.backward(loss) and run.step(optimizer): nothing was learnt")
             self.save()
         if rank() == 0:
             self.report()

@@ -525,6 +525,10 @@ def fetch(args):
     root = None if list(raw.glob("*.extracting")) else find_root(raw, args.dataset)
     if root:
         return root
+    ours = {address.rsplit("/", 1)[1] for address, _ in ARCHIVES[args.dataset]}
+    found = {path.name for path in raw.glob("[!.]*")} if args.raw else set()
+    if found and not any(name.startswith(tuple(ours)) for name in found):
+        die(f"--raw {raw} has neither {MARKERS[args.dataset][0]} nor {min(ours)}: another folder, or one level off?")
     for address, md5 in ARCHIVES[args.dataset]:
         archive = raw / address.rsplit("/", 1)[1]
         extracting, extracted = (archive.with_name(archive.name + ending) for ending in (".extracting", ".extracted"))
@@ -841,9 +845,11 @@ def read_custom(args):
     missing = {"?": f"{todo} images of predict.py --to_label still have ? instead of their labels"}
     problems += [missing.get(name, f"class {name!r} has no training example") for name in classes if name not in known]
     problems += [f"there is no {PARTS[part]} image" for part, table in tables.items() if not table]
+    if args.from_folders and len(classes) == 1:
+        problems.append(f"all images are in one folder, {classes[0]}: is --images one level too high?")
     if problems:
-        shown = "\n  ".join(problems[:200])
-        more = f"\n  ... and {len(problems) - 200} more" if len(problems) > 200 else ""
+        shown = "\n  ".join(problems[:30])
+        more = f"\n  ... and {len(problems) - 30} more" if len(problems) > 30 else ""
         die(f"{len(problems)} problems, nothing was written:\n  {shown}{more}")
 
     names = {part: [image for image, _, _ in table] for part, table in tables.items()}
@@ -1276,7 +1282,9 @@ def prepare(args):
     name = args.name if args.dataset == "custom" else args.dataset + "_all" * args.keep_empty
     if args.keep_empty and args.dataset != "coco":
         die("--keep_empty is for coco")
-    if not re.fullmatch(r"\w[\w.-]*", name) or (args.dataset == "custom" and name in (*EXPECTED, "scenes")):
+    if args.dataset == "custom" and name in (*EXPECTED, "scenes"):
+        die(f"--name {name}: a published data set has it, give yours a name of its own")
+    if not re.fullmatch(r"\w[\w.-]*", name):
         die(f"--name {name!r}: give your data set a name of its own, of letters, digits, - and _")
     if args.image_size < 0:
         die(f"--image_size must be at least 0, not {args.image_size}")

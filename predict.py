@@ -378,7 +378,7 @@ def card(config, name):
     columns = [config["thresholds"] or {}, config.get("test_AP", {})]
     how = "tuned for F1 on validation images"
     if "val_known_mAP" in config:
-        how = "set to find a share of the known labels of held-out images; its precision is not known"
+        how = "chosen by the known labels of held-out images; its precision is not known"
     rows = ([escape(c), *(f"{values[c]:.3f}" if c in values else "-" for values in columns)] for c in config["classes"])
     return f"""---
 license: unknown  # choose one before you publish this

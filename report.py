@@ -177,6 +177,10 @@ class Run:
         alike = alike and all(getattr(self.settings, name) == getattr(self.preset, name) for name in SHARED)
         return known[PUBLISHED_ON.index(self.dataset)], alike and self.method() == name
 
+    @property
+    def classes(self):
+        return list(self.AP or self.result.get("train_observed", {}))
+
     def column(self, name):
         """{epoch: value} of the epochs that have one"""
         return {int(row["epoch"]): row[name] for row in self.epochs if np.isfinite(row.get(name, np.nan))}
@@ -190,7 +194,7 @@ def read_run(path):
     script, config = predict.find_script(path)
     settings = common.read_run_settings(script.Args, path)
     presets = script.PRESETS
-    if not settings.linear and presets.get(common.CPU, {}).get("linear"):  # --no_linear
+    if not settings.linear and presets.get(common.CPU, {}).get("linear") and settings.weights != "none":  # --no_linear
         presets = {name: row for name, row in presets.items() if name != common.CPU}
     preset = common.preset_settings(script.Args, presets, replace(settings, device=config["device"]))
     method = f"{config['method']}.py"
@@ -290,7 +294,7 @@ def group(runs):
         for run in those:
             said = [name for name in apart if getattr(run.settings, name) != getattr(run.preset, name)]
             words = [word for name in said for word in common.as_flag(name, getattr(run.settings, name))]
-            name = shlex.join([*shlex.split(method), *words])
+            name = shlex.join([*shlex.split(method), *words, *["--smoke"] * run.settings.smoke])
             found.setdefault(setting, {}).setdefault(name, []).append(run)
             methods += [name] if name not in methods else []
     style = {method: colour(i) for i, method in enumerate(methods)}
@@ -318,10 +322,10 @@ def check(dataset, rows, warn):
             said = [f"{value if value != '' else 'nothing'} ({', '.join(who)})" for value, who in methods.items()]
             warn(f"{dataset}: the runs differ in {name}: {', '.join(said)}")
     first = runs[0]
-    other = next((run for run in runs if list(run.AP) != list(first.AP)), None)
+    other = next((run for run in runs if run.classes != first.classes), None)
     if other:
-        a, b = next((a, b) for a, b in zip_longest(first.AP, other.AP, fillvalue="none") if a != b)
-        counts = f"{len(first.AP)} in {first.path}, {len(other.AP)} in {other.path}"
+        a, b = next((a, b) for a, b in zip_longest(first.classes, other.classes, fillvalue="none") if a != b)
+        counts = f"{len(first.classes)} in {first.path}, {len(other.classes)} in {other.path}"
         warn(f"{dataset}: the runs differ in classes: {counts}; the first that differ are {a} and {b}")
     short = [str(run.path) for run in runs if any(getattr(run.settings, name) for name in CUT_SHORT)]
     if short:
@@ -330,6 +334,9 @@ def check(dataset, rows, warn):
         seeds = [run.settings.seed for run in row.runs]
         for seed in sorted({seed for seed in seeds if seeds.count(seed) > 1}):
             warn(f"{dataset}: {row.method} has {seeds.count(seed)} runs of seed {seed}")
+        if len({(run.path / "script.py").read_bytes() for run in row.runs}) > 1:
+            places = ", ".join(str(run.path / "script.py") for run in row.runs)
+            warn(f"{dataset}: the script of {row.method} changed between its runs: {places}")
     if any(run.around["validation"] == "none" for run in runs):
         warn(f"{dataset}: without validation the last epoch counts, not the best")
     if not all(run.commit for run in runs):

@@ -435,11 +435,23 @@ def test_small_traps_of_a_copy(refused, squares, workplace):
             "can't save probe=..., a name",
         ),
         ("nameless", ((LOOP, LOOP.replace("model=model, ", "")),), "run.epochs needs model=model"),
+        ("steady", (("            run.step(optimizer)\n", ""),), "no batch had run.backward(loss) and run.step"),
+        ("aimless", (("            run.backward(loss)\n", ""),), "no batch had run.backward(loss) and run.step"),
+        (
+            "wide",
+            (("run.log(loss=loss,", "run.log(p=logits, loss=loss,"),),
+            "takes a number, not a tensor of shape (8, 4)",
+        ),
+        (
+            "untyped",
+            (("    backbone: str", "    gamma = 2.0\n    backbone: str"),),
+            "gamma needs a type, as in gamma: float",
+        ),
     ):
         assert expected in refused(copy_of("an.py", workplace / f"{name}.py", *edits), "--dataset", squares, *FLAGS)
     line = next(line + "\n" for line in (ROOT / "an.py").read_text().splitlines() if line.startswith("    backbone"))
-    preset = ('backbone="resnet_small", ', "")
-    bodyless = copy_of("an.py", workplace / "bodyless.py", (line, ""), preset)
+    presets = ('backbone="resnet_small", ', ""), ('backbone="tf_efficientnet_lite0", ', "")
+    bodyless = copy_of("an.py", workplace / "bodyless.py", (line, ""), *presets)
     flags = [flag for flag in FLAGS if flag not in ("--backbone", "resnet_small")]
     assert "error: Args lacks backbone or weights" in refused(bodyless, "--dataset", squares, *flags)
 

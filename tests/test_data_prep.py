@@ -207,10 +207,27 @@ def test_the_cache_follows_the_files(voc, expect):
     assert np.array_equal(before[1], after[1])
 
 
+def test_a_folder_of_something_else_is_no_place_to_download_to(tmp_path):
+    picture(tmp_path / "photos/1.png")
+    args = settings("voc", tmp_path, raw=str(tmp_path / "photos"))
+    with pytest.raises(SystemExit, match=r"has neither .* nor VOCtrainval_11-May-2012\.tar: another folder"):
+        data_prep.prepare(args)
+    assert os.listdir(tmp_path / "photos") == ["1.png"]
+
+
+def test_a_level_too_high_is_one_class(tmp_path):
+    picture(tmp_path / "up/photos/cat/1.png")
+    picture(tmp_path / "up/photos/dog/2.png")
+    args = settings("custom", tmp_path, name="many", images=str(tmp_path / "up"), from_folders=True)
+    with pytest.raises(SystemExit, match="all images are in one folder, photos: is --images one level too high"):
+        data_prep.prepare(args)
+
+
 def test_several_processes_decode_what_one_does(tmp_path):
     names = [f"{i}.png" for i in range(150)]
     for i, name in enumerate(names):
         picture(tmp_path / "photos/a" / name, size=(20, 20), seed=i)
+    picture(tmp_path / "photos/b/0.png", size=(20, 20), seed=200)
     (tmp_path / "photos/a/77.png").write_bytes(b"no picture")
     args = settings("custom", tmp_path, name="many", images=str(tmp_path / "photos"), from_folders=True)
     with pytest.raises(SystemExit, match=r"1 images are damaged(.|\n)*77.png"):
@@ -1158,6 +1175,7 @@ def test_custom_names_and_folders_are_checked(pets, tmp_path):
         (dict(from_folders=True), "leave one out"),
         (dict(images="nowhere"), "not a folder"),
         (dict(labels=""), "known labels are missing"),
+        (dict(name="voc"), "a published data set has it"),
         (dict(labels="nowhere.csv"), "nowhere.csv can't be read"),
     ):
         with pytest.raises(SystemExit, match=expected):

@@ -49,9 +49,11 @@ def test_linear_and_a_cpu_have_settings_of_their_own(name):
 def test_who_chooses_the_model_keeps_the_rest_of_the_defaults(capsys):
     an = import_module("an")
     parse = lambda words: common.parse(an.Args, an.PRESETS, words.split())
-    for words in ("--no_linear", "--no-linear", "--backbone resnet18", "--weights none"):
+    for words in ("--no_linear", "--no-linear", "--backbone resnet18"):
         args = parse(f"--dataset pets --device cpu {words}")
         assert (args.linear, args.image_size, args.lr) == (False, 448, 1e-5)
+    args = parse("--dataset pets --device cpu --weights none")  # from scratch: no frozen features, but as small
+    assert (args.linear, args.backbone, args.image_size) == (False, "tf_efficientnet_lite0", 224)
     for words in (
         "--linear",
         "--backbone tf_efficientnet_lite0",
@@ -306,7 +308,7 @@ def test_report_and_card_of_known_labels_alone(known_only, script, workplace):
     assert not end.value.code
     card = (workplace / "card/README.md").read_text()
     assert f"val known mAP {values[0]:.2f}" in card
-    assert "set to find a share of the known labels" in card
+    assert "chosen by the known labels of held-out images" in card
     with pytest.raises(SystemExit) as end:
         script("predict.py", "card", f"{known_only}/images/val_0.png")
     assert not end.value.code

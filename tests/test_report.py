@@ -457,6 +457,24 @@ def test_other_starts_are_warned_of(compare, workplace, trained):
     assert warning.endswith(f"differ in init_from: {workplace}/runs/voc-an (an.py), {workplace}/runs/voc-vlpl (an.py)")
 
 
+def test_a_script_that_changed_between_seeds_and_a_smoke_test_are_told_apart(compare, workplace, trained):
+    copy(trained, workplace / "a")
+    copy(trained, workplace / "b", {"seed": 1})
+    with open(workplace / "b/script.py", "a") as script:
+        script.write("# changed\n")
+    copy(trained, workplace / "c", {"seed": 2, "smoke": True})
+    table, warnings = compare("a", "b", "c")
+    assert "squares: the script of an.py changed between its runs: a/script.py, b/script.py" in "".join(warnings)
+    assert re.search(r"^an.py --smoke +1 ", table, re.M)
+    assert re.search(r"^an.py +2 ", table, re.M)
+
+
+def test_other_classes_without_test_images_are_seen(compare, workplace, trained):
+    for name, classes in (("a", {"cat": 3, "dog": 4}), ("b", {"cat": 3, "cow": 4})):
+        copy(trained, workplace / name, {"seed": ord(name)}, {"test_AP": {}, "train_observed": classes})
+    assert any("2 in a, 2 in b; the first that differ are dog and cow" in line for line in compare("a", "b")[1])
+
+
 def test_other_classes_are_counted_not_listed(compare, workplace, trained):
     AP = dict.fromkeys(map(str, range(300)), 0.5)
     copy(trained, workplace / "a", {}, {"test_AP": AP})

@@ -88,6 +88,18 @@ def test_the_same_command_with_a_name_goes_on(squares, whole, workplace):
     assert before == {path: path.stat().st_mtime_ns for path in (workplace / "killed/first").iterdir()}
 
 
+def test_a_finished_run_tells_what_has_changed_since(squares, whole, script, workplace):
+    shutil.copytree(whole, workplace / "runs/first")
+    shutil.copytree(squares, workplace / "data/squares", symlinks=True, copy_function=shutil.copyfile)  # new files
+    mine = workplace / "an.py"
+    mine.write_text((ROOT / "an.py").read_text() + "# mine\n")
+    flags = ("--dataset", "squares", *FLAGS, "--name", "first")
+    changed, finished, written = script(mine, *flags).splitlines()
+    assert changed.startswith("note: an.py has changed since runs/first began")
+    assert finished.startswith("runs/first: finished after epoch 3, test mAP")
+    assert written == "note: squares was written after that: if it has changed, choose another --name"
+
+
 def test_a_name_belongs_to_one_run(squares, whole, script, workplace):
     shutil.copytree(whole, workplace / "runs/first")
     for name, flags, expected in (
