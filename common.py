@@ -572,11 +572,14 @@ def make_timm(name, pretrained, image_size):
 
 
 def from_hub(name, make):
+    logging.disable()  # the hub's retries
     try:
         return make()
     except (OSError, RuntimeError) as problem:
         fix = "download them where there is internet and pass --weights FILE, or train from scratch with --weights none"
         die(f"the pretrained weights of {name} can't be downloaded ({type(problem).__name__}): {fix}")
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def load_body(net, path, head):
@@ -592,7 +595,7 @@ def load_body(net, path, head):
         "of another shape": [key for key in own if key in state and state[key].shape != own[key].shape],
     }
     if any(problems.values()):
-        listed = "; ".join(f"{len(keys)} {what}: {', '.join(keys[:20])}" for what, keys in problems.items() if keys)
+        listed = "; ".join(f"{len(keys)} {what}: {', '.join(keys[:3])}" for what, keys in problems.items() if keys)
         die(f"{path} doesn't fit the backbone ({listed})")
     net.load_state_dict(state, strict=False)
 
