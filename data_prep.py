@@ -12,6 +12,7 @@ import codecs
 import copy
 import csv
 import errno
+import functools
 import glob
 import gzip
 import hashlib
@@ -799,7 +800,7 @@ COLUMNS = {  # what tables call them, the surest name first; image_path and labe
     "image": ["image", "images", "img", "photo", "picture", "file", "path"],
     "label": ["labels", "label", "keywords", "keyword", "tags", "tag", "classes", "class", "category", "categories"],
 }
-SEPARATORS = {",": "comma", "\t": "tab", ";": "semicolon"}
+SEPARATORS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "bar"}
 
 
 def read_custom(args):
@@ -949,9 +950,15 @@ def read_table(path, folder, problems):
         if not Path(os.path.realpath(folder / image)).is_relative_to(home):
             problems.append(f"{place}: {image} is outside {folder}")
         elif not os.path.isfile(folder / image):
-            problems.append(f"{place}: there is no {folder / image}")
+            near = files_in((folder / image).parent).get(Path(image).stem.lower())
+            problems.append(f"{place}: there is no {folder / image}" + f" (there is {near})" * bool(near))
         table.append((image, labels, place))
     return table
+
+
+@functools.cache
+def files_in(folder):
+    return {path.stem.lower(): path.name for path in folder.glob("*")}
 
 
 def read_csv(path, folder, problems):
@@ -961,10 +968,10 @@ def read_csv(path, folder, problems):
     for separator in SEPARATORS:
         columns = columns or find_columns(start, separator, folder)
     if not columns:
-        wanted = "columns with a comma, tab or semicolon between them and a header, such as image,label"
+        wanted = f"columns with a {' or '.join(SEPARATORS.values())} between them and a header, such as image,label"
         die(f"{path} needs {wanted}; " + (f"it begins with {start[:80]!r}" if start else "it is empty"))
     separator, header, image, labels, named = columns
-    joint = ";,"[: 1 + (separator == ";")]  # between the labels of a cell
+    joint = ";|" + "," * (separator in ";|")  # between the labels of a cell
     left = [c for c in range(len(header)) if c not in (image, *labels)]
     names = ["image, label, without header"]
     if named:
@@ -1335,7 +1342,7 @@ def fill_cache(args, folder):
     if damaged:
         listed = "\n  ".join(sorted(damaged))
         skip = ", or leave them out with --skip_damaged," if args.dataset == "custom" else ""
-        die(f"{len(damaged)} images are damaged; replace them{skip} and run this again:\n  {listed}")
+        die(f"{len(damaged)} images can't be read; replace them{skip} and run this again:\n  {listed}")
 
 
 def plan_cache(folder, to_cache, sparing):

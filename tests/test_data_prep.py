@@ -176,7 +176,7 @@ def test_damaged_images_are_listed_all_at_once(voc, expect):
     whole = {name: (images / name).read_bytes() for name in ("2008_000002.jpg", "2009_000001.jpg")}
     for name, content in whole.items():
         (images / name).write_bytes(content[: len(content) // 2])
-    with pytest.raises(SystemExit, match=r"2 images are damaged") as problem:
+    with pytest.raises(SystemExit, match=r"2 images can't be read") as problem:
         data_prep.prepare(settings("voc", voc, raw=str(voc / "raw")))
     assert all(name in str(problem.value) for name in whole)
     folder = voc / "data" / "voc"
@@ -230,7 +230,7 @@ def test_several_processes_decode_what_one_does(tmp_path):
     picture(tmp_path / "photos/b/0.png", size=(20, 20), seed=200)
     (tmp_path / "photos/a/77.png").write_bytes(b"no picture")
     args = settings("custom", tmp_path, name="many", images=str(tmp_path / "photos"), from_folders=True)
-    with pytest.raises(SystemExit, match=r"1 images are damaged(.|\n)*77.png"):
+    with pytest.raises(SystemExit, match=r"1 images can't be read(.|\n)*77.png"):
         data_prep.prepare(args)
     picture(tmp_path / "photos/a/77.png", size=(20, 20), seed=77)
     folder = data_prep.prepare(args)
@@ -672,6 +672,8 @@ def test_custom_problems_come_all_together_with_lines(pets, tmp_path):
         ("5.png",),
         ("x" * 300, "cat"),
         ("/etc/passwd", "cat"),
+        ("2", "cat"),
+        ("4.PNG", "cat"),
     ]
     pets["labels"] = table(tmp_path / "bad.csv", *bad)
     pets["val"] = table(tmp_path / "val.csv", ("8.png", "cat"), ("8.png", "cat;dog"), ("./8.png", "cat"))
@@ -684,17 +686,19 @@ def test_custom_problems_come_all_together_with_lines(pets, tmp_path):
         r"bad.csv:4: ../labels.csv is outside",
         r"bad.csv:5: 1.png has no label",
         r"bad.csv:6: 'cow' is not one of the 3 classes",
-        r"bad.csv:7: 3 columns, not 2 \(semicolon between labels\)",
+        r"bad.csv:7: 3 columns, not 2 \(semicolon or bar between labels\)",
         r"bad.csv:8: 1 columns, not 2",
         r"bad.csv:9: there is no .*xxx",
         r"bad.csv:10: .*etc/passwd is outside",
+        r"bad.csv:11: there is no .*/2 \(there is 2.png\)",
+        r"bad.csv:12: there is no .*/4.PNG \(there is 4.png\)",
         r"val.csv:2: 8.png comes again with other labels \(first at .*val.csv:1\)",
         r"test.csv:1: 8.png is a validation image too \(at .*val.csv:1\)",
         r"class 'dog' has no training example",
         r"class 'grey parrot' has no training example",
     ):
         assert re.search(expected, message), expected
-    assert "error: 12 problems, nothing was written" in message
+    assert "error: 14 problems, nothing was written" in message
     assert not (tmp_path / "data" / "pets").exists()
 
 
@@ -726,11 +730,11 @@ def test_a_class_only_in_validation(pets, tmp_path):
 TABLES = {  # what is in the file, in which encoding: what is said of it
     "filename,keyword\n0.png,cat\n1.png,dog\n": (
         "utf-8",
-        "columns filename -> image, keyword -> label; comma between them, semicolon between labels; utf-8",
+        "columns filename -> image, keyword -> label; comma between them, semicolon or bar between labels; utf-8",
     ),
     "Image Path;Tags\r\n0.png;cat\r\n1.png;dog\r\n": (
         "utf-8-sig",
-        "columns Image Path -> image, Tags -> label; semicolon between them, semicolon or comma between labels; utf-8",
+        "Image Path -> image, Tags -> label; semicolon between them, semicolon or bar or comma between labels; utf-8",
     ),
     "file\tclass\n0.png\tcat\n1.png\tdog\n": ("utf-16", "columns file -> image, class -> label; tab between them"),
     ",image,label\n0,0.png,cat\n1,1.png,dog\n": ("utf-8", "label -> label, (no name) left out; comma"),  # pandas'
@@ -738,6 +742,7 @@ TABLES = {  # what is in the file, in which encoding: what is said of it
         "utf-16-le",
         "(no name) left out, name left out; tab",
     ),
+    "image|label\n0.png|cat\n1.png|dog\n": ("utf-8", "columns image -> image, label -> label; bar between them"),
     "0.png;cat\n1.png;dog\n": ("utf-8", "columns image, label, without header; semicolon between them"),
     "\n\n0.png\tcat\r1.png\tdog\r": ("utf-8", "columns image, label, without header; tab between them"),
     '"image","label","by"\n"0.png","cat","Zo\xeb"\n\n"1.png","dog",""\n,,\n': (
@@ -820,6 +825,8 @@ def prepared(folder, part="train"):
         'image;label\n0.png;"cat;dog"\n1.png;dog\n',
         "0.png;cat,dog\n1.png;dog\n",
         "image\tlabel\n0.png\tcat;dog\n1.png\tdog\n",
+        "image,label\n0.png,cat|dog\n1.png,dog\n",
+        'image|label\n0.png|"cat|dog"\n1.png|dog\n',
         "image,label_1,label_2\n0.png,cat,dog\n1.png,,dog\n",
         "image,label\n0.png,cat\n1.png,dog\n0.png,dog\n1.png,dog\n",
     ],
@@ -934,7 +941,7 @@ def test_damaged_photos_can_be_left_out(pets, tmp_path):
         start(ROOT / "data_prep.py", "custom", *command, "--image_size", 16, *flags, cwd=tmp_path), code
     )
     out = run(code=1)
-    assert "2 images are damaged; replace them, or leave them out with --skip_damaged, and run this again" in out
+    assert "2 images can't be read; replace them, or leave them out with --skip_damaged, and run this again" in out
     for cache in ((), ("--no_cache",), ()):  # again and again
         out = run("--skip_damaged", *cache)
         assert "left out: 2 of 12 photos, which can't be read:" in out
