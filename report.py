@@ -562,12 +562,14 @@ def difference_bars(rows):
 
 def class_tables(rows):
     """Of all classes; where they are compared with AN the bars come first"""
+    if not rows[0].runs[0].AP:
+        return '<p class="note">No AP per class: no test or validation images with all their labels.</p>'
     table = class_table(rows)
     note = f'<p class="note">{escape(MISSED)}</p>' if "missed" in table[0] else ""
     bars, whole = difference_bars(rows), html_table(table, of_classes=True) + note
     if bars:
         return f"{bars}<details><summary>The same as a table</summary>{whole}</details>"
-    return f"<h4>AP per class, the lowest first</h4>{whole}" if rows[0].runs[0].AP else ""
+    return f"<h4>AP per class, the lowest first</h4>{whole}"
 
 
 def gallery(rows, args):

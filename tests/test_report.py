@@ -473,6 +473,8 @@ def test_other_classes_without_test_images_are_seen(compare, workplace, trained)
     for name, classes in (("a", {"cat": 3, "dog": 4}), ("b", {"cat": 3, "cow": 4})):
         copy(trained, workplace / name, {"seed": ord(name)}, {"test_AP": {}, "train_observed": classes})
     assert any("2 in a, 2 in b; the first that differ are dog and cow" in line for line in compare("a", "b")[1])
+    compare("a", "--html", "page.html")
+    assert '<p class="note">No AP per class: no test or validation images' in Path("page.html").read_text()
 
 
 def test_other_classes_are_counted_not_listed(compare, workplace, trained):
