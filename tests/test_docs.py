@@ -145,3 +145,28 @@ def test_the_readme_is_short_and_counts_lines():
     assert len(text.split()) <= 1200
     for name, lines in re.findall(r"^\| \[`(\w+\.py)`\].* \| (\d+) \|$", text, re.M):
         assert abs(len((ROOT / name).read_text().splitlines()) - int(lines)) <= 0.1 * int(lines), name
+
+
+def measured():
+    """The first table of results.md's three sections of all methods -> [{command: test mAP}], one a section"""
+    text, found = (ROOT / "docs/results.md").read_text(), []
+    for heading in ("scenes", "VOC 2012, frozen features", "VOC 2012, end to end"):
+        table = re.search(r"(^\|.+\n)+", text.split(f"\n## {heading}\n")[1], re.M)[0]
+        found.append(dict(re.findall(r"^\| `([^`]+)`[^|]*\| ([\d.]+ ± [\d.]+) \|", table, re.M)))
+    return found
+
+
+def test_measured_numbers_are_those_of_the_results():
+    """On the methods' pages and in the README"""
+    everywhere = measured()
+    commands = {command for table in everywhere for command in table}
+    for method in METHODS:
+        table = re.search(r"^\| test mAP, three seeds .+\n.+\n((?:\|.+\n)+)", read(method), re.M)[1]
+        rows = [line.strip("|\n ").split(" | ") for line in table.splitlines()]
+        wanted = {f"`{c}`": [t.get(c, "not run") for t in everywhere] for c in commands if c.startswith(f"{method}.py")}
+        assert {command: values for command, *values in rows} == wanted
+    readme = re.findall(r"^\| `([^`]+)`[^|]*\| ([^|]+) \| ([^|]+) \| [^|]+ \|$", (ROOT / "README.md").read_text(), re.M)
+    assert len(readme) == 11
+    for command, scenes, frozen in readme:
+        assert scenes == everywhere[0][command]
+        assert frozen == everywhere[1].get(command, frozen)
