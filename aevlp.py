@@ -54,10 +54,10 @@ class Args(common.Args):
     graph_tau: common.Positive = 0.3  # temperature of the label graph's softmax
     refresh_every: common.Count = 1  # epochs between two rounds of pseudo-labels
     damp: bool = True  # DAMP pseudo-labels (--no_damp: GR loss alone, no pseudo-labels, eta 0)
-    w: tuple[float, float] = (0.0, 2.0)  # slope of k(p), before the first epoch and in the last
-    b: tuple[float, float] = (-2.0, -2.0)  # offset of k(p), before the first epoch and in the last
-    mu: tuple[float, float] = (0.5, 0.8)  # centre of v(p), before the first epoch and in the last
-    sigma: tuple[common.Positive, common.Positive] = (2.0, 0.5)  # width of v(p), before the first epoch and in the last
+    w: tuple[float, float] = (0.0, 2.0)  # slope of k(p), at epoch 0 and in the last one
+    b: tuple[float, float] = (-2.0, -2.0)  # offset of k(p), at epoch 0 and in the last one
+    mu: tuple[float, float] = (0.5, 0.8)  # centre of v(p), at epoch 0 and in the last one
+    sigma: tuple[common.Positive, common.Positive] = (2.0, 0.5)  # width of v(p), at epoch 0 and in the last one
     q_pos: common.Positive = 0.01  # robustness of an unknown label's positive part (near 0: -log p, 1: 1 - p)
     q_neg: common.Positive = 1.0  # robustness of an unknown label's negative part
     lambda1: common.NonNegative = 0.4  # smallest weight of a pseudo-positive

@@ -76,7 +76,7 @@ Workers = Annotated[int, Limit("at least -1 and at most 256", lambda value: -1 <
 class Args:
     """Where and how a script runs. What a method computes with is in the method's own Args."""
 
-    dataset: str = "scenes"  # data set: scenes, voc, voc2007, coco, nus, cub, a folder of data_root, or a path
+    dataset: str = "scenes"  # data set: scenes, voc, voc2007, coco, coco_all, nus, cub, a folder of data_root, a path
     data_root: str = "data"  # folder of the data sets and embeddings
     out: str = "runs"  # folder of the run directories
     name: str = ""  # run directory <out>/<name>, which the same command resumes; default: data set, method, seed, time
@@ -114,8 +114,8 @@ def parse(args_class, presets, argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if missing := {"epochs", "batch_size", "image_size"} - {field.name for field in fields(args_class)}:
         die(f"Args lacks {', '.join(sorted(missing))}, which common.py reads: put the field back")
-    plain = {name for name, value in vars(args_class).items() if not (name.startswith("_") or callable(value))}
-    if untyped := sorted(plain - {field.name for field in fields(args_class)}):
+    written = {name for name, value in vars(args_class).items() if not (name.startswith("_") or callable(value))}
+    if untyped := sorted(written - {field.name for field in fields(args_class)}):
         die(f"Args: {untyped[0]} needs a type, as in {untyped[0]}: float = 0.1, to be a setting")
     about = (sys.modules[args_class.__module__].__doc__ or "").split("NOTES")[0]
     cli = partial(tyro.cli, args_class, use_underscores=True, description=about)
@@ -134,13 +134,18 @@ def parse(args_class, presets, argv=None):
         die(f"--name {args.name}: {fix}")
     own = Path(args.dataset).name not in {*presets, *KNOWN}
     if (own or args.linear) and not earlier and os.environ.get("RANK", "0") == "0":
-        plain, values = args_class(dataset=args.dataset), vars(args).items()
-        chosen = [name for name, value in values if value == getattr(start, name) != getattr(plain, name)]
-        flags = [word for name in chosen for word in as_flag(name, getattr(args, name))]
-        what = f"settings for {args.dataset}" + ", which has no preset" * own + ", on a CPU" * on_cpu(args)
-        if flags or not on_cpu(args):
-            print(f"{what}: {' '.join(flags) or 'the defaults, those of VOC'}", flush=True)
+        tell_settings(args, start, own)
     return args
+
+
+def tell_settings(args, start, own):
+    """One line: what was chosen for your own images, or for --linear"""
+    plain = type(args)(dataset=args.dataset)
+    chosen = [name for name, value in vars(args).items() if value == getattr(start, name) != getattr(plain, name)]
+    flags = [word for name in chosen for word in as_flag(name, getattr(args, name))]
+    what = f"settings for {args.dataset}" + ", which has no preset" * own + ", on a CPU" * on_cpu(args)
+    if flags or not on_cpu(args):
+        print(f"{what}: {' '.join(flags) or 'the defaults, those of VOC'}", flush=True)
 
 
 def check_ranges(args):
@@ -368,7 +373,7 @@ def load(args, device="cpu"):
     if set(columns.values()) != {len(classes)} or len(set(classes)) < len(classes):
         die(f"{folder} has {len(set(classes))} different class names, but its labels' columns are {columns}")
     if not z.any():
-        die(f"{folder}: not one positive label is observed" + (", raise --known_ratio" if args.known_ratio else ""))
+        die(f"{folder}: no positive label is observed" + (", raise --known_ratio" if args.known_ratio else ""))
 
     def split(part, rows=None, **more):
         rows = np.arange(len(images[part])) if rows is None else rows
@@ -472,8 +477,11 @@ class Loader:
         need, free = 3 * len(split) * source.size**2 / 1e9, memory(self.device) / 1e9
         missing = "" if source.cached else f"there is no {source.cache}, which data_prep.py makes"
         large = f"they take {need:.3g} GB, more than half of {free:.3g} GB" if 2 * need > free else ""
-        if problem := missing or large:
-            return None if auto else die(f"--pixels device can't hold the images: {problem}; leave it out")
+        problem = missing or large
+        if problem and not auto:
+            die(f"--pixels device can't hold the images: {problem}; leave it out")
+        if problem:
+            return
         split.pixels = torch.empty((len(split), source.size, source.size, 3), dtype=torch.uint8, device=self.device)
         batches = in_batches(np.arange(len(split)))
         for idx, batch in zip(batches, self.read(lambda idx: source[split.rows[idx]], batches)):
@@ -538,6 +546,8 @@ def make_body(args):
         net.fc = nn.Identity()
     else:
         net, mean, std = make_timm(name, pretrained, args.image_size)
+        if fresh and args.weights != "none":
+            check_activation(name, net)
         projection = net.num_classes  # of a CLIP, which is a part of it; of others 0
         width, head = projection or net.head_hidden_size, net.pretrained_cfg.get("classifier") or ()
         head = () if projection else head
@@ -560,15 +570,24 @@ def make_timm(name, pretrained, image_size):
     more = {"img_size": image_size} if getattr(config, "fixed_input_size", False) else {}
     if not ("_clip_" in name and config.num_classes in CLIP_WIDTHS):  # there it is CLIP's projection: kept
         more["num_classes"] = 0
-    net = from_hub(name, lambda: timm.create_model(name, pretrained=pretrained, **more))
     try:
+        make = lambda: timm.create_model(name, pretrained=pretrained, **more)
+        net = from_hub(name, make) if pretrained else make()
         with torch.no_grad():
             net.eval()(torch.zeros(1, 3, image_size, image_size))
-    except (RuntimeError, ValueError, AssertionError) as problem:
+    except Exception as problem:  # of a size that the network doesn't take: whatever its code may raise
         size = f"{image_size} pixels, try another --image_size"
         die(f"--backbone {name} doesn't take images of {size}: {in_a_line(problem)}")
     config = timm.data.resolve_model_data_config(net)
     return net.train(), config["mean"], config["std"]
+
+
+def check_activation(name, net):
+    """timm's plain CLIPs have GELU where OpenAI's and others' weights were trained with QuickGELU"""
+    there = any("QuickGELU" in type(module).__name__ for module in net.modules())
+    if "QuickGELU" in str(net.pretrained_cfg.get("notes")) and not there and rank() == 0:
+        quick = name.replace("_clip_", "_clip_quickgelu_")
+        print(f"note: these weights were trained with QuickGELU: --backbone {quick}", flush=True)
 
 
 def from_hub(name, make):
@@ -613,7 +632,7 @@ def read_state(path):
     except FileNotFoundError:
         die(f"there is no file {path}")
     except Exception as problem:  # truncated archives and foreign pickles raise all sorts
-        die(f"{path} is not a whole file of weights: {in_a_line(problem)}")
+        die(f"{path} is not a readable file of weights: {in_a_line(problem)}")
 
 
 def read_checkpoint(path):
@@ -679,11 +698,15 @@ def probe(model, size):
     return logits
 
 
+def close(now, then):
+    """Whether one network may have given both, on another device or in a batch of another size: kernels differ there"""
+    return now.shape == then.shape and bool((now - then).norm() <= 0.05 * then.norm() + 1e-3)
+
+
 def check_probe(model, size, checkpoint, path):
     """Refuses a model whose code computes something else than what was trained"""
     now, then = probe(model, size), checkpoint.get("probe")
-    then = then if then is None else torch.as_tensor(then)
-    if then is not None and not (now.shape == then.shape and torch.allclose(now, then, rtol=0.02, atol=0.05)):
+    if then is not None and not close(now, torch.as_tensor(then)):
         die(f"the model's code has changed since {path} was trained: with the same weights it gives other logits")
 
 
@@ -1035,19 +1058,21 @@ def seed_all(seed):
     random.seed(seed)
 
 
-def random_state(device, restored=None):
-    """State of all global generators, as a checkpoint can hold it; `restored` is put back"""
-    cuda = device.type == "cuda"
-    if restored:
-        torch.set_rng_state(restored["torch"])
-        if cuda and restored["cuda"] is not None:
-            torch.cuda.set_rng_state(restored["cuda"], device)
-        kind, keys, *rest = restored["numpy"]
-        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-        random.setstate(restored["python"])
+def random_state(device):
+    """State of all global generators, as a checkpoint can hold it"""
     kind, keys, *rest = np.random.get_state()
     state = {"torch": torch.get_rng_state(), "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest)}
-    return state | {"cuda": torch.cuda.get_rng_state(device) if cuda else None, "python": random.getstate()}
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return state | {"cuda": cuda, "python": random.getstate()}
+
+
+def restore_random_state(device, state):
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    random.setstate(state["python"])
 
 
 class Run:
@@ -1115,18 +1140,19 @@ class Run:
         given = args.resume or args.eval_only or (str(named) if args.name and (named / "config.json").exists() else "")
         if launch() and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0" and not (given or args.name):
             key, configs = json.dumps(launch()).encode(), Path(args.out).glob("*/config.json")
-            given = next((str(path.parent) for path in configs if key in path.read_bytes()), "")
+            begun = [path for path in configs if key in path.read_bytes()]
+            given = str(max(begun, key=lambda path: path.stat().st_mtime).parent) if begun else ""
         if not given:
             return ""
         config, path = read_config(Path(given)), Path(given, "result.json")
         if config["method"] != self.method:
             die(f"{given} was made by {config['method']}.py: give it to that script")
         if apart := differences(identity(self.method, config["settings"]), identity(self.method, asdict(args))):
-            die(f"{given} is a run of other settings: {apart}. Choose the same settings, or another --name")
+            die(f"{given} has other settings: {apart}. Choose the same settings, or another --name")
         if args.eval_only:
             return ""
         if Path(given, "script.py").read_bytes() != self.script.read_bytes():
-            print(f"note: {self.script.name} has changed since {given} began; what it was then is in its script.py")
+            print(f"note: {self.script.name} has changed since {given} began; the original is its script.py")
         if path.exists():
             result = read_json(path, "", test_mAP=(float, type(None)), val_known_mAP=float)
             named = {"test mAP": result.get("test_mAP"), "val known mAP": result.get("val_known_mAP")}
@@ -1137,7 +1163,7 @@ class Run:
                 print(f"note: {args.dataset} was written after that: if it has changed, choose another --name")
             return None
         if config["processes"] != world():
-            print(f"note: begun with {config['processes']} processes; with {world()} the numbers differ a little")
+            print(f"note: started with {config['processes']} processes; with {world()} the numbers differ a little")
         return given
 
     def open_directory(self):
@@ -1153,7 +1179,7 @@ class Run:
             self.lock = data_prep.lock(directory)
         if rank() == 0 and new:
             if found := {path.name for path in directory.glob("[!.]*")} - {"script.py"}:
-                die(f"{directory} is no run, but holds {sorted(found)[0]}: choose another --name")
+                die(f"{directory} is not a run directory, it contains {sorted(found)[0]}: choose another --name")
             self.describe(directory)
         return broadcast(directory)
 
@@ -1243,8 +1269,9 @@ class Run:
         flipped = self.cache.images(lambda x: features(x.flip(3)), data.train, flip_key, "train, flipped")
         for name, split in data.splits().items():
             split.features = (self.cache.images(features, split, key, name), flipped)
-        first = features(next(self.loader.pixels(data.train, [np.arange(2)]))).float().cpu()
-        if not torch.allclose(first, torch.tensor(data.train.features[0][:2]), rtol=0.02, atol=0.02):
+        kept = torch.tensor(data.train.features[0][:2])
+        again = features(next(self.loader.pixels(data.train, [np.arange(len(kept))]))).float().cpu()
+        if not close(again, kept):
             die(f"the embeddings in {self.cache.folder} were made by other code of {type(model).__name__}: delete them")
 
     # -- steps
@@ -1303,7 +1330,7 @@ class Run:
         if rank() == 0 and seconds > 60:
             slow = self.device.type == "cpu" and seconds > 3600 and not self.args.linear
             advice = "; a smaller --image_size or --backbone takes less time" if slow else ""
-            advice += ", --linear minutes" if slow and hasattr(unwrap(self.state["model"]), "features") else ""
+            advice += ", --linear a few minutes" if slow and hasattr(unwrap(self.state["model"]), "features") else ""
             print(f"about {in_minutes(seconds)} to go, {left} steps{advice}", flush=True)
 
     def of_any_length(self, x):
@@ -1663,7 +1690,8 @@ class Run:
                     for group, own in zip(last[name]["param_groups"], thing.param_groups):
                         group["fused"] = own.get("fused")
                 unwrap(thing).load_state_dict(last[name])
-        self.scaler.load_state_dict(last["scaler"])
+        if last["scaler"]:  # empty where the run was not in fp16
+            self.scaler.load_state_dict(last["scaler"])
 
     def restore_inside(self):
         """All as it was in the middle of the epoch, whatever the script has computed before its loop over the batches;
@@ -1678,7 +1706,7 @@ class Run:
         self.counts = [] if own["counts"] is None else [own["counts"].to(self.device)]
         self.began, self.training_began = now - inside["seconds"], now - inside["training_seconds"]
         self.batch, self.checkpoint = inside["batch"], {}
-        random_state(self.device, own["random"])
+        restore_random_state(self.device, own["random"])
         return inside["done"], inside["total"]
 
     def restore(self):
@@ -1746,7 +1774,7 @@ class Run:
             self.tell_thresholds()
         self.advise()
         if self.args.smoke:
-            print("smoke test: it runs; its numbers mean nothing", flush=True)
+            print("smoke test passed; its numbers mean nothing", flush=True)
 
     def tell_thresholds(self):
         wish, recall = self.args.labels_per_image, 100 * self.args.recall

@@ -84,7 +84,7 @@ class Args:
     labels: str = ""  # custom: table of the training images and their known labels: image,label or image,label1;label2
     val: str = ""  # custom: table of fully labelled validation images, or Label Studio's JSON export
     test: str = ""  # custom: table of fully labelled test images, or Label Studio's JSON export
-    classes: str = ""  # custom: file with a class per line, or names joined by commas, if not all that occur
+    classes: str = ""  # custom: file with a class per line, or names joined by commas (default: all that occur)
     from_folders: bool = False  # custom: one sub-folder of --images per class, instead of --labels
     ignore_case: bool = False  # custom: one class for names that differ in case, white space or Unicode form only
     skip_damaged: bool = False  # custom: unreadable photos are listed and left out
@@ -252,7 +252,7 @@ def lock(folder):
         die(f"{folder} is in use by {path.read_text().strip()}: wait until it has ended, or stop it")
     except OSError as problem:
         print(
-            f"note: {folder} can't be locked ({problem}): see to it that no other process writes there", file=sys.stderr
+            f"note: {folder} can't be locked ({problem}): make sure that no other process writes there", file=sys.stderr
         )
     file.truncate(0)
     print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
@@ -556,9 +556,9 @@ def find_root(raw, dataset):
 def download(address, path, md5="", tries=5):
     """Downloads to `path`, going on where a broken download stopped; checks size and checksum."""
     make_folder(path.parent)
-    by_hand = f"download {address} in another way and put it at {path}"
+    by_hand, ours = f"download {address} in another way and put it at {path}", not path.exists()
     partial = path.with_name(path.name + ".part")
-    for attempt in range(0 if path.exists() else tries):
+    for attempt in range(tries if ours else 0):
         try:
             download_rest(address, partial)
             os.replace(partial, path)
@@ -574,8 +574,10 @@ def download(address, path, md5="", tries=5):
             while block := file.read(1 << 20):
                 digest.update(block)
         if digest.hexdigest() != md5:
-            path.unlink()
-            die(f"{path} was not the published file (md5 {digest.hexdigest()}) and is deleted: {by_hand}")
+            if ours:
+                path.unlink()
+            fate = "is deleted" if ours else "is left as it is: move it away"
+            die(f"{path} is not the published file (md5 {digest.hexdigest()}) and {fate}; {by_hand}")
 
 
 def download_rest(address, partial):
@@ -596,7 +598,7 @@ def download_rest(address, partial):
                 file.write(block)
                 progress.update(len(block))
         if total and file.tell() != total:
-            raise ConnectionError(f"{file.tell()} of {total} bytes came")
+            raise ConnectionError(f"{file.tell()} of {total} bytes received")
 
 
 def extract(archive, folder):
@@ -779,9 +781,9 @@ def read_nus(raw):
         columns = [read_lines(raw / f"TrainTestLabels/Labels_{name}_{official}.txt") for name in classes]
         uneven = [name for name, column in zip(classes, columns) if len(column) != len(names[part])]
         if uneven:
-            die(f"Labels_{uneven[0]}_{official}.txt has not as many lines as {official}Imagelist.txt")
+            die(f"Labels_{uneven[0]}_{official}.txt differs in length from {official}Imagelist.txt")
         labels[part] = (np.array(columns) == "1").T.astype(np.uint8)
-    print("note: the official lists have other images than the 150,000 / 60,260 of the papers: no count to check")
+    print("note: the official lists differ from the papers' 150,000 / 60,260 images: counts are not checked")
     return Source(classes, raw / "images", names, labels, published=False)
 
 
@@ -809,7 +811,7 @@ def read_custom(args):
     if not args.images or not folder.is_dir():
         die(f"--images {args.images!r} is not a folder")
     if args.from_folders and args.labels:
-        die("--labels and --from_folders both say what the labels are: leave one out")
+        die("--labels and --from_folders exclude each other: leave one out")
     if args.from_folders:
         names = in_class_folders(folder)
         tables["train"] = [(name, [name.split("/")[0]], f"{folder / name}") for name in names]
@@ -870,7 +872,7 @@ def in_class_folders(folder):
     left = [path for path in files if not wanted(path)]
     if left:
         listed = ", ".join(map(printable, left[:5])) + (", ..." if len(left) > 5 else "")
-        print(f"left out: {len(left)} files that are in no class's folder or have no image's ending: {listed}")
+        print(f"left out: {len(left)} files outside the class folders or without an image extension: {listed}")
     return [path.as_posix() for path in files if wanted(path)]
 
 
@@ -921,9 +923,9 @@ def join_rows(table, training, problems):
         elif place != first:
             problems.append(f"{place}: {image} comes again with other labels (first at {first})")
     if repeated:
-        print(f"note: rows that repeat another one, merged with it: {repeated:,}")
+        print(f"note: duplicate rows, merged: {repeated:,}")
     if joined:
-        print(f"note: training images in several rows, each of whose labels is known: {len(joined):,}")
+        print(f"note: training images with labels from several rows: {len(joined):,}")
     return list(rows.values())
 
 
@@ -936,13 +938,15 @@ def keep_apart(tables, problems):
         held[image] = place
     before, tables["train"] = len(tables["train"]), [row for row in tables["train"] if row[0] not in held]
     if taken := before - len(tables["train"]):
-        print(f"note: validation and test images, taken out of training: {taken:,}")
+        print(f"note: validation and test images removed from training: {taken:,}")
 
 
 def read_table(path, folder, problems):
     """[(image, labels, place)] of a CSV or a Label Studio export; what is wrong goes to `problems`, with its place."""
     read, home, table = read_tasks if path.lower().endswith(".json") else read_csv, os.path.realpath(folder), []
     for image, labels, place in read(path, folder, problems):
+        if image.startswith("'") and not os.path.isfile(folder / image):
+            image = image[1:]  # what cell() puts before = + - @ and the like
         from_here = os.path.isfile(image) and not os.path.isfile(folder / image)
         if from_here or os.path.isabs(image):
             image = os.path.relpath(os.path.realpath(image), home)
@@ -1152,7 +1156,7 @@ def visit(images, what, target, rows, compare, finished=lambda rows: None):
                 problems += failed.values()
                 bar.update(len(chunk))
         except BrokenProcessPool:
-            die("a process that decodes images was killed (out of memory or disk?): run this again to resume")
+            die("a decoding process was killed (out of memory or disk?): run this again to resume")
         except BaseException:
             workers.shutdown(wait=False, cancel_futures=True)
             raise
@@ -1195,19 +1199,22 @@ def describe_cache(images, times):
     return description | ({"upright": True} if images.upright else {})
 
 
-def drop_stale_cache(folder, image_folder, part, size, upright):
-    """Deletes a cache that is of other images than the formatted file's."""
-    cache = folder / f"cache_{part}_{size}.npy"
-    if not cache.exists():
-        return
+def drop_stale_caches(folder, image_folder, part, upright):
+    """Deletes caches, of whatever size, that are of other images than the formatted file's."""
     images = SimpleNamespace(names=read_names(folder, part), image_folder=image_folder, upright=upright)
-    described = cache.with_suffix(".json")
-    try:
-        whole = np.load(cache, mmap_mode="r", allow_pickle=False).shape == (len(images.names), size, size, 3)
-    except Exception:  # cut off or damaged: numpy raises all sorts
-        whole = False
-    if not (whole and described.exists() and read_json(described, "") == describe_cache(images, file_times(images))):
-        cache.unlink()
+    now = describe_cache(images, file_times(images))
+    for cache in folder.glob(f"cache_{part}_*.npy"):
+        side, described = cache.stem.removeprefix(f"cache_{part}_"), cache.with_suffix(".json")
+        if not side.isdigit():
+            continue
+        try:
+            shape = len(images.names), int(side), int(side), 3
+            whole = np.load(cache, mmap_mode="r", allow_pickle=False).shape == shape
+        except Exception:  # cut off or damaged: numpy raises all sorts
+            whole = False
+        if not (whole and described.exists() and read_json(described, "") == now):
+            print(f"note: {cache} was of other images, or damaged, and is deleted")
+            cache.unlink()
 
 
 def make_cache(images, what):
@@ -1265,7 +1272,7 @@ def check_counts(folder):
             if not np.array_equal(z, draw_single_positives(y)) or (info["name"] == "voc" and first != VOC_DRAWS):
                 problems.append("train: the observed labels are not the published draw")
     if problems:
-        die(f"{folder} is not what it should be: {'; '.join(problems)}")
+        die(f"{folder} differs from the published data set: {'; '.join(problems)}")
 
 
 def summarise(folder):
@@ -1296,7 +1303,7 @@ def prepare(args):
     if args.image_size < 0:
         die(f"--image_size must be at least 0, not {args.image_size}")
     if args.skip_damaged and args.dataset != "custom":
-        die(f"--skip_damaged is for your own photos: {args.dataset} is whole, or not what the papers used")
+        die(f"--skip_damaged is for your own photos: {args.dataset} must be complete to be comparable")
     folder = Path(args.data_root) / name
     ready = (folder / "dataset.json").exists() and not (folder / UNFINISHED).exists()
     if args.check and not ready:
@@ -1327,7 +1334,7 @@ def fill_cache(args, folder):
         die(f"{len(missing)} images are missing; put them back and run this again:\n  {listed}")
     if not args.check:
         for part in names:
-            drop_stale_cache(folder, image_folder, part, size, upright)
+            drop_stale_caches(folder, image_folder, part, upright)
     parts = {part: Images(folder, image_folder, part, size, upright) for part in names}
     to_cache = [images for images in parts.values() if not images.cached]
     sparing = args.dataset == "custom" and not args.image_size

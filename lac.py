@@ -52,7 +52,7 @@ class Args(common.Args):
     weight_decay: common.NonNegative = 0.01  # weight decay of AdamW
     ema: common.ShareBelow1 = 0.9997  # EMA decay (0: off)
     freeze_backbone: bool = False  # frozen backbone
-    frozen: tuple[str, ...] = FIRST_LAYERS  # layers of a pretrained backbone that stay frozen, by how their names begin
+    frozen: tuple[str, ...] = FIRST_LAYERS  # frozen layers of a pretrained backbone, by name prefix
     dim: common.Count = 2048  # width of the embeddings
     heads: common.Count = 4  # attention heads
     ffn: common.Count = 8192  # width of the feed-forward layers
@@ -384,6 +384,8 @@ if __name__ == "__main__":
         common.die("--freeze_backbone needs trained weights: a file or a run's best.pt as --weights")
     if args.stage == "2" and not (args.init_from or args.resume or args.eval_only):
         common.die("--stage 2 continues a run of stage 1: --init_from RUN (without one: --end_to_end)")
+    if args.denominator == "all" and args.form == "release" and not (args.resume or args.eval_only):
+        common.die("--denominator is for --form paper: the release's L_LAC always has all in its denominator")
     if args.end_to_end and (not args.lac or args.stage != "both"):
         common.die("--end_to_end is all losses in one stage: leave out --no_lac, --loss and --stage")
     run = common.Run(args, __file__)
@@ -430,7 +432,8 @@ if __name__ == "__main__":
             run.log(loss=loss, loss_an=an, loss_plc=plc, loss_lac=lac)
             run.log_pseudo_labels((p_weak >= delta).char() - (p_weak <= 1 - delta).char(), z, data.train.true(idx))
         run.log(stage=float(stage.number), queue_fill=(queue.classes >= 0).sum())
-        run.evaluate(model, data, **(dict(ema=ema) if data.val else {}))  # else nobody knows whether it has caught up
+        averaged = args.ema > 0 and data.val  # without validation nobody knows whether the EMA has caught up
+        run.evaluate(model, data, **(dict(ema=ema) if averaged else {}))
         two_stages = args.stage == "both" and args.lac and not args.end_to_end
         if two_stages and stage.number == 1 and run.finished and run.extend(args.epochs, keep="stage1.pt"):
             stage.number = 2  # from stage 1's best, all else as at the start

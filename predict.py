@@ -57,7 +57,7 @@ class Args:
     run: tyro.conf.Positional[str]  # a run directory, or a folder of --card
     images: tyro.conf.Positional[tuple[str, ...]] = ()  # images, or folders of them
     threshold: str = "auto"  # lowest probability of a label (auto: the run's tuned thresholds, else 0.5)
-    top: int = 5  # highest number of labels per image
+    top: int = 5  # maximum number of labels per image
     csv: str = ""  # CSV file for the probabilities of all classes
     figure: str = ""  # PNG file of the images with their probabilities
     to_label: int = 0  # number of images to draw for labelling by hand, with suggestions, into --out
@@ -134,7 +134,7 @@ def find_thresholds(given, tuned, classes):
         return tuned
     if given == "auto":
         why = "the run has no tuned thresholds, it is unfinished or had no validation images"
-        print(f"note: labels are those from 0.5 on, --threshold changes that: {why}", file=sys.stderr)
+        print(f"note: the threshold of every class is 0.5, --threshold changes it: {why}", file=sys.stderr)
         given = 0.5
     try:
         value = float(given)
@@ -421,11 +421,11 @@ if __name__ == "__main__":
     endings = {"figure": [".png"], "out": [".json", ".csv"], "export": [*SAME]}
     for flag, wanted in endings.items():
         if (path := getattr(args, flag)) and Path(path).suffix not in wanted:
-            common.die(f"--{flag} {path}: what is written is a {' or '.join(wanted)} file, so give it that ending")
+            common.die(f"--{flag} {path}: the name must end in {' or '.join(wanted)}")
     if args.export.endswith(".onnx") and not importlib.util.find_spec("onnxscript"):
         common.die(f"--export {args.export} needs the package onnxscript, and onnxruntime to compare: pip install both")
     if args.card and any(Path(args.card).glob("*")):
-        common.die(f"--card {args.card}: there is something in this folder: choose another name, or move it away")
+        common.die(f"--card {args.card}: the folder is not empty: choose another")
     if args.to_label < 0 or bool(args.to_label) != bool(args.out):
         common.die("--to_label and --out belong together: --to_label 100 --out tasks.json, or tasks.csv")
     if args.to_label and not (len(args.images) == 1 and Path(args.images[0]).is_dir()):
@@ -461,7 +461,7 @@ if __name__ == "__main__":
 
     print("".join(f"{data_prep.printable(problem)}\n" for problem in problems), end="", file=sys.stderr)
     if paths and not files:
-        common.die("there is not one readable image")
+        common.die("there is no readable image")
     p = torch.cat(p) if files else None
     if args.to_label:
         order = range(len(files)) if at_random else (-uncertainty(p, thresholds)).argsort(stable=True).tolist()

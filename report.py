@@ -5,8 +5,8 @@
     python report.py runs/grid/* --grid tau theta --out grid.png
 
 A row is a method: its script and those of its own flags that differ from the preset. Numbers are test mAP at the best
-validation epoch, mean ± standard deviation over the runs. The page is one file and needs no network. A grid is the
-validation mAP, mean over seeds, and the precision of the pseudo-positives at the best epoch, if there are any.
+validation epoch, mean ± standard deviation over the runs. The page is one file and needs no network. A grid has
+validation and test mAP, means over seeds, and the precision of the pseudo-positives at the best epoch if there are any.
 """
 
 import base64
@@ -43,7 +43,7 @@ class Args:
     latex: bool = False  # print the tables as LaTeX, for booktabs
     csv: bool = False  # print one table with all classes as CSV
     html: str = ""  # HTML file of the report, with curves and images
-    grid: tuple[str, ...] = ()  # one or two settings: validation mAP over their values, instead of the other tables
+    grid: tuple[str, ...] = ()  # one or two settings: validation and test mAP over their values, instead of the tables
     out: str = ""  # PNG file of the grid
     classes: int = 20  # classes in the table of AP: the largest differences from AN or, without AN, the lowest (0: all)
     data_root: str = ""  # folder of the data sets, for the page's images if not that of the runs
@@ -340,7 +340,7 @@ def check(dataset, rows, warn):
     if any(run.around["validation"] == "none" for run in runs):
         warn(f"{dataset}: without validation the last epoch counts, not the best")
     if not all(run.commit for run in runs):
-        warn(f"{dataset}: some runs don't know their commit")
+        warn(f"{dataset}: the commit of some runs is unknown")
     dirty = [str(run.path) for run in runs if run.commit.endswith("-dirty")]
     if dirty:
         warn(f"{dataset}: {len(dirty)} runs with changes that were not committed: {', '.join(dirty)}")
@@ -583,7 +583,7 @@ def gallery(rows, args):
         folder = common.dataset_folder(settings)
         then = Path(run.working_directory, folder).absolute()
         if not (then.is_dir() or folder.is_dir() or os.sep in settings.dataset):  # before load() makes scenes
-            common.die(f"there is no {folder} here, say where it is with --data_root")
+            common.die(f"{folder} not found: pass the folder of the data sets as --data_root")
         data = common.load(replace(settings, dataset=str(then)) if then.is_dir() else settings)
         first = first or data
         if not data.test:
@@ -696,6 +696,7 @@ def write_page(datasets, args, warnings):
 # ---- 5. Grid
 
 ON_A_GRID = {"validation mAP": "val_mAP", "validation mAP of the known labels": "val_known_mAP"}
+ON_A_GRID |= {"test mAP": "test_mAP"}  # of the best validation epoch, as the papers draw it
 ON_A_GRID |= {"precision of the pseudo-positives, %": "pseudo_positives_precision"}
 
 
@@ -801,7 +802,7 @@ def report_grid(runs, args, warn):
     axes, cells = find_cells(runs, args.grid, warn)
     found = over_cells(axes, cells)
     if not found:
-        common.die("--grid: none of these runs has a validation mAP")
+        common.die("--grid: none of these runs has an mAP")
     if args.csv:
         csv.writer(sys.stdout).writerows(grid_csv(args.grid, axes, cells, found))
     else:

@@ -63,7 +63,7 @@ def load_data(settings, working_directory, device):
     if Path(working_directory).is_dir() and Path(working_directory, folder).is_dir():
         os.chdir(working_directory)
     if not folder.is_dir():  # before load() makes scenes
-        common.die(f"there is no {folder} here, say where it is with --data_root")
+        common.die(f"{folder} not found: pass the folder of the data sets as --data_root")
     return common.load(settings, device)
 
 

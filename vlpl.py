@@ -10,7 +10,7 @@ all sets). For CUB the paper says lr 1e-5; the release and we take 1e-4. Eq. 5's
 the form used here. gamma, which only `--delta` uses, is beta's value (paper: not printed, release: 0). Class names are
 read as words; CUB's theta was tuned on other strings. Table 2's backbones: `--backbone
 convnext_xlarge.fb_in22k_ft_in1k`, `--backbone convnext_xlarge.fb_in22k` and, with CLIP's projection before the head,
-`--backbone vit_large_patch14_clip_336.openai --image_size 336 --batch_size 6`. docs/vlpl.md has the rest.
+`--backbone vit_large_patch14_clip_quickgelu_336.openai --image_size 336 --batch_size 6`. docs/vlpl.md has the rest.
 """
 
 from dataclasses import dataclass

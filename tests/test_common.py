@@ -418,7 +418,7 @@ def broken(own, what):
             return "has 3 different class names"
         case "nothing observed":
             np.save(own / "formatted_train_labels_obs.npy", np.zeros_like(y))
-            return "not one positive label is observed"
+            return "no positive label is observed"
         case "test columns":
             np.save(own / "formatted_val_labels.npy", np.zeros((6, 3)))
             return "'val_labels': 3"
@@ -657,9 +657,14 @@ def test_sync_bn_leaves_frozen_statistics_alone(tmp_path):
     assert not any(norm.training for norm in model.frozen_norms)
 
 
-def test_a_backbone_that_can_not_take_the_images_gives_one_sentence():
-    with pytest.raises(SystemExit, match="--backbone efficientformer_l1 doesn't take images of 64 pixels, try another"):
-        classifier(backbone="efficientformer_l1", image_size=64)
+@pytest.mark.parametrize("name", ["efficientformer_l1", "xcit_nano_12_p8_224", "mvitv2_tiny"])
+def test_a_backbone_that_can_not_take_the_images_gives_one_sentence(name):
+    """In its forward, with whatever exception, or already when it is made"""
+    with pytest.raises(SystemExit, match=f"--backbone {name} doesn't take images of 100 pixels, try another"):
+        classifier(backbone=name, image_size=100)
+
+
+def test_a_backbone_that_takes_the_images_is_left_in_training_mode():
     assert classifier(backbone="tf_efficientnet_lite0", image_size=64).training
 
 
@@ -696,11 +701,11 @@ def test_local_weights(tmp_path, ending):
 def test_wrong_weights_give_one_sentence(tmp_path):
     torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "w.pth")
     (tmp_path / "half.pth").write_bytes((tmp_path / "w.pth").read_bytes()[:200])
-    for file, expected in (("none.pth", "no file"), ("w.pth", "doesn't fit"), ("half.pth", "not a whole file")):
+    for file, expected in (("none.pth", "no file"), ("w.pth", "doesn't fit"), ("half.pth", "not a readable file")):
         with pytest.raises(SystemExit, match=expected):
             classifier(weights=str(tmp_path / file))
     torch.save(torch.zeros(3), tmp_path / "bare.pth")
-    with pytest.raises(SystemExit, match="not a whole file of weights"):
+    with pytest.raises(SystemExit, match="not a readable file of weights"):
         classifier(weights=str(tmp_path / "bare.pth"))
     with pytest.raises(SystemExit, match="no backbone 'resnet51'"):
         classifier(backbone="resnet51")
@@ -716,7 +721,7 @@ def test_weights_that_would_execute_code_are_refused(tmp_path):
             return (open, (str(tmp_path / "boom"), "w"))
 
     torch.save({"x": Bomb()}, tmp_path / "bomb.pth")
-    with pytest.raises(SystemExit, match="not a whole file of weights"):
+    with pytest.raises(SystemExit, match="not a readable file of weights"):
         classifier(weights=str(tmp_path / "bomb.pth"))
     assert not (tmp_path / "boom").exists()
 

@@ -12,6 +12,7 @@ import signal
 import tarfile
 import threading
 import zipfile
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -205,6 +206,12 @@ def test_the_cache_follows_the_files(voc, expect):
     after = np.load(folder / "cache_train_16.npy")
     assert not np.array_equal(before[0], after[0])
     assert np.array_equal(before[1], after[1])
+    data_prep.prepare(replace(settings("voc", voc), image_size=24))
+    assert (folder / "cache_train_16.npy").exists()
+    picture(voc / "raw/VOCdevkit/VOC2012/JPEGImages/2008_000002.jpg", seed=6)
+    data_prep.prepare(replace(settings("voc", voc), image_size=24))
+    assert not (folder / "cache_train_16.npy").exists()  # nobody trains on the old picture at another size
+    assert (folder / "cache_val_16.npy").exists()
 
 
 def test_a_folder_of_something_else_is_no_place_to_download_to(tmp_path):
@@ -413,7 +420,7 @@ def test_nus_official_lists(tmp_path, expect, capsys):
     folder = data_prep.prepare(settings("nus", tmp_path, raw=str(raw)))
     assert formatted(folder, "train")[0][1] == "actor/Train_1.jpg"
     assert formatted(folder, "train")[1].tolist() == [[1, 1], [0, 1], [0, 0]]  # a row without a positive stays
-    assert "other images than the 150,000" in capsys.readouterr().out
+    assert "the official lists differ from the papers' 150,000" in capsys.readouterr().out
     data_prep.prepare(settings("nus", tmp_path, check=True))
 
 
@@ -431,7 +438,7 @@ def test_nus_authors_files(tmp_path, expect):
     assert formatted(folder, "train")[1].tolist() == [[1, 0], [0, 1]]
     assert json.loads((folder / "dataset.json").read_text())["classes"] == ["airport", "animal"]
     expect("nus", 2, (3, None, None), (1, None, None))
-    with pytest.raises(SystemExit, match="not what it should be"):
+    with pytest.raises(SystemExit, match="differs from the published data set"):
         data_prep.prepare(settings("nus", tmp_path, check=True))
 
 
@@ -483,6 +490,10 @@ def test_a_wrong_or_missing_download_says_what_to_do(server, tmp_path):
     with pytest.raises(SystemExit, match=r"not the published file.*put it at"):
         data_prep.download(address, tmp_path / "x.tar", "0" * 32)
     assert not (tmp_path / "x.tar").exists()
+    (tmp_path / "own.tar").write_bytes(b"repacked by hand")
+    with pytest.raises(SystemExit, match=r"not the published file.*left as it is: move it away"):
+        data_prep.download(address, tmp_path / "own.tar", "0" * 32)
+    assert (tmp_path / "own.tar").read_bytes() == b"repacked by hand"
     server.missing = True
     with pytest.raises(SystemExit, match=r"can't be downloaded.*404.*put it at"):
         data_prep.download(address, tmp_path / "y.tar")
@@ -623,7 +634,7 @@ def test_names_need_not_be_utf_8(tmp_path, capsys):
     data_prep.prepare(settings("custom", tmp_path, name="pets", images=str(tmp_path / "photos"), from_folders=True))
     data = common.load(an.Args(dataset="pets", data_root=str(tmp_path / "data"), image_size=16))
     assert data.train.images.names[0] == os.fsdecode(b"a/caf\xe9.png")
-    assert "no image's ending: a/caf\\xe9.doc" in capsys.readouterr().out
+    assert "without an image extension: a/caf\\xe9.doc" in capsys.readouterr().out
 
 
 def test_no_label_of_a_test_image_is_a_label_too(pets, tmp_path):
@@ -838,8 +849,8 @@ def test_several_known_labels(pets, workplace, capsys, text):
     data = common.load(an.Args(dataset="pets", data_root="data", image_size=16))
     assert data.train.z.tolist() == [[1, 1], [0, 1]]
     notes = [line for line in capsys.readouterr().out.splitlines() if "rows" in line]
-    several = "note: training images in several rows, each of whose labels is known: 1"
-    same = "note: rows that repeat another one, merged with it: 1"
+    several = "note: training images with labels from several rows: 1"
+    same = "note: duplicate rows, merged: 1"
     assert notes == ([same, several] if text.count("0.png") == 2 else [])
 
 
@@ -1083,7 +1094,7 @@ def test_label_studio(tmp_path, capsys):
     out = capsys.readouterr().out
     skipped, several = "2 skipped or not done and left out", "1 with several annotations, of which the last counts"
     assert f"done.json: Label Studio's, 8 tasks, {skipped}, {several}\n" in out
-    assert "note: validation and test images, taken out of training: 6" in out
+    assert "note: validation and test images removed from training: 6" in out
 
     tasks = [
         task("/data/local-files/?d=0.png", ["cat"]),

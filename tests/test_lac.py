@@ -731,10 +731,11 @@ def test_without_validation_the_raw_weights_are_kept(script, squares, workplace)
     assert all(torch.equal(value, last["model"][name]) for name, value in best["model"].items())
 
 
-def test_the_losses_of_a_step_are_those_of_its_views(script, squares, workplace):
+@pytest.mark.parametrize("form", ["paper", "release"])
+def test_the_losses_of_a_step_are_those_of_its_views(form, script, squares, workplace):
     """One step on all images at a learning rate of nothing, made again"""
     delta, still = 0.52, ("--lr", "1e-30", "--weight_decay", "0", "--dropout", "0", "--workers", "0")
-    weights = ("--form", "paper", "--lambda_plc", "0.5", "--lambda_lac", "2", "--tau", "0.3")
+    weights = ("--form", form, "--lambda_plc", "0.5", "--lambda_lac", "2", "--tau", "0.3")
     flags = ("--dataset", squares, *SMALL, *SIZE, *still, "--batch_size", "80", "--delta", "0.9", str(delta))
     script("lac.py", *flags, *weights, "--epochs", 1, "--end_to_end")
     args = common.parse(lac.Args, lac.PRESETS, list(flags))
@@ -748,8 +749,18 @@ def test_the_losses_of_a_step_are_those_of_its_views(script, squares, workplace)
     above, below = (p >= delta) & hidden, (p <= 1 - delta) & hidden
     chosen = above | (z == 1)
     classes = chosen.nonzero()[:, 1]
-    an, plc = lac.an_loss_sum(logits[:80], z), lac.plc_loss(logits[80:], p, z, delta)
-    contrast = lac.lac_loss(embed[:80][chosen], classes, embed[80:][chosen], classes, 0.3) * len(classes) / (80 * 4)
+    if form == "paper":  # sums over classes; Eq. 7 over B = b * q
+        an, plc = lac.an_loss_sum(logits[:80], z), lac.plc_loss(logits[80:], p, z, delta)
+        contrast = lac.lac_loss(embed[:80][chosen], classes, embed[80:][chosen], classes, 0.3) * len(classes) / (80 * 4)
+    else:  # means over labels; the observed ones take part; both views are anchors, compared with all but themselves
+        an = F.binary_cross_entropy_with_logits(logits[:80], z.float())
+        targets = F.binary_cross_entropy_with_logits(logits[80:], chosen.float(), reduction="none")
+        plc = targets[chosen | below].mean()
+        both, kinds = torch.cat([embed[:80][chosen], embed[80:][chosen]]), classes.repeat(2)
+        others = ~torch.eye(len(both), dtype=bool)
+        log_p = (both @ both.T / 0.3).masked_fill(~others, -torch.inf).log_softmax(1)
+        same = (kinds[:, None] == kinds) & others
+        contrast = -torch.stack([row[mates].mean() for row, mates in zip(log_p, same)]).mean()
     expected = {"loss_an": an.item(), "loss_plc": 0.5 * plc.item(), "loss_lac": 2 * contrast.item()}
     expected |= {"loss": (an + 0.5 * plc + 2 * contrast).item()}
     for kind, chosen, true in (("positives", above, y == 1), ("negatives", below, y == 0)):
@@ -967,6 +978,7 @@ def test_projection_is_frozen_in_stage_1(script, squares, workplace):
         (("--decoder_layers", 2), True, True, {1, 2}),
         (("--form", "paper"), True, True, {1, 2}),
         (("--form", "paper", "--denominator", "all"), True, True, {1, 2}),
+        (("--ema", 0), True, True, {1, 2}),
         (("--loss", "em"), False, False, {1}),
         (("--loss", "epr"), False, False, {1}),
         (("--amp", "bf16"), True, True, {1, 2}),
@@ -979,6 +991,7 @@ def test_ablations(script, squares, workplace, flag, lac_on, plc_on, stages):
     assert {row["stage"] for row in table} == stages
     assert any(row["loss_lac"] for row in table) == lac_on
     assert any(row["loss_plc"] for row in table) == plc_on
+    assert all(("val_mAP_ema" in row) == (flag != ("--ema", 0)) for row in table)
 
 
 def test_lac_learns(script, squares, workplace):
@@ -1088,6 +1101,7 @@ def test_a_finished_run_is_measured_later(script, squares, workplace):
         ("--delta", 0.4, 0.9),
         ("--end_to_end", "--no_lac"),
         ("--end_to_end", "--stage", 1),
+        ("--denominator", "all"),
         ("--tau", 0),
         ("--ema", 1),
         ("--queue", -1),

@@ -29,7 +29,7 @@ PRINTED = (  # quoted by the page, without names and numbers of its run
     "training images are held out, the mAP of their known labels chooses the epoch",
     "% of its class's known labels); precision unknown",
     "; they are now all dog",
-    "note: rows that repeat another one, merged with it: 1",
+    "note: duplicate rows, merged: 1",
     "agreement_at_random 50.00",
     "clip_zero_shot_mAP: val",
     "files, at random, seed 0",

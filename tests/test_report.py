@@ -682,7 +682,7 @@ def test_data_that_are_elsewhere(compare, workplace, trained, squares):
     assert compare("c", "--html", "page.html")[1] == []
     copy(trained, workplace / "a", {"dataset": "squares", "data_root": "gone"})
     _, (warning,) = compare("a", "--html", "page.html")
-    assert "no images of squares: there is no gone/squares here, say where it is with --data_root" in warning
+    assert "no images of squares: gone/squares not found: pass the folder of the data sets as --data_root" in warning
     assert compare("a", "--html", "page.html", "--data_root", Path(squares).parent)[1] == []
     assert Path("page.html").read_text().count("<img") == 12
 
@@ -830,7 +830,8 @@ def grid(workplace, trained):
             trained, workplace / f"grid/{tau}-{theta}-{seed}", dict(tau=tau, theta=theta, seed=seed), method="vlpl"
         )
         best, values = read(run)["best_epoch"], dict.fromkeys(range(1, 5), 0.0)
-        rewrite(run, val_mAP=[*(values | {best: 100 * theta + 5000 * tau + 10 * seed}).values()])
+        mAP = 100 * theta + 5000 * tau + 10 * seed
+        rewrite(run, val_mAP=[*(values | {best: mAP}).values()], test_mAP=[*(values | {best: mAP / 2}).values()])
         if tau == 0.01:
             rewrite(run, pseudo_positives_precision=[*(values | {best: 40 + seed}).values()])
     return sorted((workplace / "grid").iterdir())
@@ -846,7 +847,8 @@ def test_a_grid_by_hand(compare, grid, workplace):
         ["0.01", "60.00", "85.00 ± 7.07"],  # 10 + 50; 30 + 50 and 10 more
         ["0.1", "510.00"],
     ]
-    assert lines[4:] == [["precision of the pseudo-positives, %"], lines[1], ["0.01", "40.00", "40.50 ± 0.71"], ["0.1"]]
+    assert lines[4:8] == [["test mAP"], lines[1], ["0.01", "30.00", "42.50 ± 3.54"], ["0.1", "255.00"]]
+    assert lines[8:] == [["precision of the pseudo-positives, %"], lines[1], ["0.01", "40.00", "40.50 ± 0.71"], ["0.1"]]
     with Image.open("grid.png") as picture:
         assert np.asarray(picture.convert("L")).std() > 20
     lines = list(csv.DictReader(io.StringIO(compare(*grid, "--grid", "theta", "tau", "--csv")[0])))
@@ -862,9 +864,10 @@ def test_the_picture_of_a_grid(grid, monkeypatch):
     monkeypatch.setattr(data_prep, "save_figure", lambda figure, _: found.append(figure))
     axes, cells = report.find_cells(runs, ("tau", "theta"), pytest.fail)
     report.draw_grid("x", ("tau", "theta"), axes, report.over_cells(axes, cells))
-    mAP, precision = found[0].axes
+    mAP, test_mAP, precision = found[0].axes
     shown = lambda axis: {tuple(map(int, text.get_position())): text.get_text() for text in axis.texts}
     assert shown(mAP) == {(0, 0): "60.0", (1, 0): "85.0", (0, 1): "510.0"}  # x, y
+    assert shown(test_mAP) == {(0, 0): "30.0", (1, 0): "42.5", (0, 1): "255.0"}
     assert shown(precision) == {(0, 0): "40.0", (1, 0): "40.5"}
     assert [tick.get_text() for tick in mAP.get_xticklabels()] == ["0.1", "0.3"]
     assert [tick.get_text() for tick in mAP.get_yticklabels()] == ["0.01", "0.1"]
@@ -880,8 +883,8 @@ def test_the_picture_of_a_grid(grid, monkeypatch):
 def test_a_line_over_one_setting(compare, grid, workplace):
     out = compare(*grid[:3], "--grid", "theta", "--out", "line.png")[0]
     lines = [re.split("  +", line.strip()) for line in out.splitlines()]
-    assert lines[0] == ["theta", "validation mAP", "precision of the pseudo-positives, %"]
-    assert lines[1:] == [["0.1", "60.00", "40.00"], ["0.3", "85.00 ± 7.07", "40.50 ± 0.71"]]
+    assert lines[0] == ["theta", "validation mAP", "test mAP", "precision of the pseudo-positives, %"]
+    assert lines[1:] == [["0.1", "60.00", "30.00", "40.00"], ["0.3", "85.00 ± 7.07", "42.50 ± 3.54", "40.50 ± 0.71"]]
     assert Path("line.png").stat().st_size > 5000
     copy(grid[0], workplace / "wide", {"theta": 0.7, "lr": 0.5})
     _, warnings = compare(*grid[:3], "wide", "--grid", "theta")
@@ -894,7 +897,7 @@ def test_a_line_over_one_setting(compare, grid, workplace):
 def test_grids_that_cant_be(compare, grid, workplace, trained):
     copy(trained, workplace / "an")
     copy(grid[0], workplace / "blind")
-    rewrite(workplace / "blind", val_mAP=[""] * 4, pseudo_positives_precision=[""] * 4)
+    rewrite(workplace / "blind", val_mAP=[""] * 4, test_mAP=[""] * 4, pseudo_positives_precision=[""] * 4)
     copy(workplace / "blind", workplace / "blind2", {"theta": 0.5})
     for arguments, expected in (
         ([*grid, "--grid", "rho"], "--grid rho: it is the same in all runs; they differ in tau, theta"),
@@ -905,7 +908,7 @@ def test_grids_that_cant_be(compare, grid, workplace, trained):
         (["an", grid[0], "--grid", "tau"], "--grid tau: not every run has such a setting; they differ in script"),
         ([grid[1], grid[2], "--grid", "tau"], "--grid tau: it is the same in all runs; they differ in nothing"),
         ([*grid, "--grid", "tau"], "--grid: the runs with tau 0.01 differ in theta too, so they have no mean"),
-        (["blind", "blind2", "--grid", "theta"], "--grid: none of these runs has a validation mAP"),
+        (["blind", "blind2", "--grid", "theta"], "--grid: none of these runs has an mAP"),
         (["--grid", "tau", "theta", *grid], "one setting or two, after the runs"),
         ([*grid, "--grid", "tau", "tau"], "--grid tau tau: one setting or two"),
         ([*grid, "--grid", "tau", "theta", "--out", "no/x.png"], "--out no/x.png: there is no such folder"),

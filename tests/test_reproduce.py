@@ -90,7 +90,9 @@ def blocks():
         earlier += block if block.startswith("table1()") else ""
         hours = re.match("# GPU hours: (.+)\n", block)
         if not block.startswith("table1()"):
-            yield Row(block.splitlines()[1], [list(map(shlex.split, out.stdout.splitlines()))], {}, [], hours[1])
+            yield Row(
+                re.search("python .*", block)[0], [list(map(shlex.split, out.stdout.splitlines()))], {}, [], hours[1]
+            )
 
 
 ROWS = [row for row, _ in rows() if row.commands] + list(blocks())
@@ -119,7 +121,7 @@ CLIP_RATES = {"vlpl.py": 250, "aevlp.py": 2270}  # images/s of an RTX 4090
 GMACS = {"resnet34": 14.7, "resnet50": 16.3, "resnet101": 31.2, "resnet101 lgconv": 35.7}
 GMACS |= {"resnet101_clip.openai lgconv": 44.2, "lac 20": 28.9, "lac 80": 31.4, "lac 81": 31.5, "lac 312": 41.4}
 GMACS |= {"convnext_xlarge.fb_in22k": 243.7, "convnext_xlarge.fb_in22k_ft_in1k": 243.7}
-GMACS |= {"vit_large_patch14_clip_336.openai": 191.0}
+GMACS |= {"vit_large_patch14_clip_quickgelu_336.openai": 191.0}
 
 
 def cost(script, args, embedded):

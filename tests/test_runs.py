@@ -234,6 +234,26 @@ def make_run(epoch=1, **settings):
     return run
 
 
+def test_a_run_in_another_precision_is_resumed_in_fp16():
+    """Its scaler has no state; one that has is restored"""
+    run = make_run()
+    run.scaler = torch.amp.GradScaler("cpu", enabled=True)
+    run.load_state({"scaler": {}}, {})
+    assert run.scaler.get_scale() == 2**16
+    run.load_state({"scaler": {**run.scaler.state_dict(), "scale": 8.0}}, {})
+    assert run.scaler.get_scale() == 8
+
+
+def test_outputs_of_another_device_or_batch_size_are_close():
+    """5 percent of the norm: bfloat16 and TF32 stay below it, another network doesn't"""
+    then = torch.tensor([[3.0, -4.0], [0.0, 12.0]])  # norm 13
+    assert common.close(then + torch.tensor([[0.0, 0.6], [0.0, 0.0]]), then)
+    assert not common.close(then + torch.tensor([[0.0, 0.7], [0.0, 0.0]]), then)
+    assert common.close(then.bfloat16().float(), then)
+    assert not common.close(then * torch.nan, then)
+    assert not common.close(then[:1], then)
+
+
 def test_seeds_differ_and_epochs_differ(squares):
     def orders(seed, epoch):
         data = common.load(an.Args(dataset=squares, image_size=32))

@@ -432,7 +432,7 @@ def test_paths_are_those_of_the_run(draw, script, tiny_clip, workplace, monkeypa
 
     shutil.move(began / "data", workplace / "elsewhere")
     run = only_run(began)
-    with pytest.raises(SystemExit, match=r"there is no data/squares here, say where it is with --data_root"):
+    with pytest.raises(SystemExit, match=r"data/squares not found: pass .* as --data_root"):
         draw(run)
     draw(run, "--data_root", "../elsewhere")
     assert (run / "pseudo.png").exists()
@@ -456,6 +456,6 @@ def test_a_clip_that_is_gone_is_not_made_anew(draw, script, squares, tiny_clip, 
     config["settings"] |= {"dataset": "scenes", "clip_model": "scenes"}
     (run / "config.json").write_text(json.dumps(config))
     make_its_own(run)
-    with pytest.raises(SystemExit, match="there is no data/scenes here"):
+    with pytest.raises(SystemExit, match="data/scenes not found"):
         draw(run)
     assert [path.name for path in (workplace / "data").iterdir()] == ["embeddings"]

@@ -103,7 +103,7 @@ def test_a_finished_run_tells_what_has_changed_since(squares, whole, script, wor
 def test_a_name_belongs_to_one_run(squares, whole, script, workplace):
     shutil.copytree(whole, workplace / "runs/first")
     for name, flags, expected in (
-        ("an.py", ("--seed", 1), "of other settings: --seed was 0 and is 1. Choose the same"),
+        ("an.py", ("--seed", 1), "has other settings: --seed was 0 and is 1. Choose the same"),
         ("an.py", ("--lr", 1), "--lr was 0.003 and is 1.0"),
         ("em_apl.py", (), "was made by an.py"),
         ("an.py", ("--resume", whole), "leave it out, the run has a directory"),
@@ -113,7 +113,7 @@ def test_a_name_belongs_to_one_run(squares, whole, script, workplace):
             script(name, "--dataset", squares, *FLAGS, "--name", "first", *flags)
     (workplace / "runs/mine").mkdir()
     (workplace / "runs/mine/last.pt").write_text("")
-    with pytest.raises(SystemExit, match=r"runs/mine is no run, but holds last\.pt"):
+    with pytest.raises(SystemExit, match=r"runs/mine is not a run directory, it contains last\.pt"):
         script("an.py", "--dataset", squares, *FLAGS, "--name", "mine")
 
 
@@ -266,7 +266,7 @@ def test_with_other_processes_the_epoch_begins_again(squares, workplace):
     kill_inside(start(ROOT / "an.py", *flags, cwd=workplace), workplace, 2)
     (run,) = (workplace / "killed").iterdir()
     out = finish(start(*TORCHRUN, ROOT / "an.py", "--resume", run, cwd=workplace))
-    assert "note: begun with 1 processes" in out
+    assert "note: started with 1 processes" in out
     assert "resumed after epoch 1\n" in out
     assert [row["epoch"] for row in metrics(run)] == ["1", "2", "3"]
     assert not (run / "inside.pt").exists()
@@ -355,7 +355,7 @@ def test_one_flipped_bit_is_found(whole, script, workplace):
             largest = max(file.infolist(), key=lambda member: member.file_size)
         content[largest.header_offset + 200 + largest.file_size // 2] ^= 4
         (run / name).write_bytes(content)
-        with pytest.raises(SystemExit, match=rf"{name} is not a whole file of weights: .* has changed on the disk"):
+        with pytest.raises(SystemExit, match=rf"{name} is not a readable file of weights: .* has changed on the disk"):
             script("an.py", flag, run)
 
 
@@ -367,7 +367,7 @@ def test_checkpoints_of_another_run_are_refused(squares, whole, script, workplac
         with pytest.raises(SystemExit, match=rf"{name} is a checkpoint of another run: --seed was 1 and is 0"):
             script("an.py", flag, run)
         (run / name).write_bytes(b"")
-        with pytest.raises(SystemExit, match=f"{name} is not a whole file of weights"):
+        with pytest.raises(SystemExit, match=f"{name} is not a readable file of weights"):
             script("an.py", flag, run)
         checkpoint = torch.load(whole / name, weights_only=True)
         for key in ("model", "identity", "classes"):

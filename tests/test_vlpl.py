@@ -533,7 +533,7 @@ def test_a_wrong_setting_is_one_sentence(words, script, squares, tiny_clip, work
 TABLE_2 = {  # the commands of the docstring: width of the features
     "--backbone convnext_xlarge.fb_in22k_ft_in1k": 2048,
     "--backbone convnext_xlarge.fb_in22k": 2048,
-    "--backbone vit_large_patch14_clip_336.openai --image_size 336 --batch_size 6": 768,
+    "--backbone vit_large_patch14_clip_quickgelu_336.openai --image_size 336 --batch_size 6": 768,
 }
 
 
@@ -551,6 +551,19 @@ def test_the_backbones_of_table_2(words):
         assert model.body.head.weight.shape == (768, 1024)
         assert model.body.pos_embed.shape == (1, 1 + 24**2, 1024)
         assert (args.image_size, args.batch_size) == (336, 6)
+        assert "QuickGELU" in str(model.body.blocks[0].mlp.act)  # what OpenAI's weights were trained with
+
+
+def test_weights_of_another_activation_are_told(capsys):
+    import timm
+
+    for name in ("_224.openai", "_quickgelu_224.openai", "_224.laion2b_ft_in1k"):
+        name = f"vit_base_patch32_clip{name}"
+        with torch.device("meta"):
+            common.check_activation(name, timm.create_model(name))
+    assert capsys.readouterr().out == (
+        "note: these weights were trained with QuickGELU: --backbone vit_base_patch32_clip_quickgelu_224.openai\n"
+    )
 
 
 def test_a_clip_backbone_loads_its_projection_from_a_file(tmp_path):
