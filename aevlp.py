@@ -2,8 +2,8 @@
 
     python aevlp.py --dataset voc
 
-CLIP looks at every image and at overlapping tiles of it and names positives and negatives; a robust loss weighs them,
-and the labels that CLIP leaves open, by how sure the network is itself.
+CLIP looks at every image and at overlapping tiles of it and names positives and negatives; a robust loss weights them,
+and the labels that CLIP leaves open, by the network's own confidence.
 
 NOTES: the authors' release never writes a negative pseudo-label (`--delta 0`), cuts tiles without overlap (`--grow 0`),
 fixes m at 1.5, 2.9, 1.9 and 31.4 (`--positives`), has nu 0 for VOC, b from -2 and q_neg 1.5 for CUB, and stops early
@@ -247,13 +247,15 @@ if __name__ == "__main__":
         scores = lambda name: score_images(
             clip, text, getattr(data, name).first(common.JUDGED), name, run.cache, args.tau
         )
-        common.judge_clip(run, data, scores, choose, "lower --zeta_global, or try another --prompt or --tau")
+        common.judge_clip(run, data, scores, choose)
     constants = args.q_pos, args.q_neg, args.lambda1, args.lambda2, args.rho, eta, m
 
     for epoch in run.epochs(model=model, optimizer=optimizer, labels=labels):  # all of these are in last.pt
         w, b, mu, sigma = (ramp(ends, epoch, args.epochs) for ends in (args.w, args.b, args.mu, args.sigma))
         if clip and (epoch - 1) % args.refresh_every == 0:  # new vs an.py
             labels.pseudo = damp(run.loader, clip, text, data.train, epoch, args)
+            if epoch == 1:
+                common.warn_of_few(labels.pseudo, "lower --zeta_global, or try another --prompt or --tau")
         for x, z, idx in run.batches(data.train, flip=True):  # x (B, 3, H, W) in 0..1, z (B, C) observed, idx (B,) rows
             with run.autocast():
                 logits = model(x)  # (B, C)

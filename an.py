@@ -5,7 +5,7 @@
 Every label that was not observed counts as negative.
 
 NOTES: batch size and learning rate are those of EM (Zhou et al. 2022, arXiv:2203.16219), whose authors grid-searched
-each baseline and don't print what they found; all epochs are trained (theirs: `--patience 0`). docs/an.md has the rest.
+each baseline and don't give the values found; all epochs are trained (theirs: `--patience 0`). docs/an.md has the rest.
 """
 
 from dataclasses import dataclass

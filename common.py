@@ -45,7 +45,8 @@ from tqdm import tqdm
 
 import data_prep
 import scenes
-from data_prep import die, draw_single_positives, read_json, replacing, split_indices
+from data_prep import die, read_json, replacing, split_indices
+from data_prep import draw_single_positives as draw_single_positives  # others import it from here
 
 EVAL_BATCH = 64
 NO_RESULTS = ("epoch", "seconds", "images_per_s")  # columns of metrics.csv that are neither printed nor drawn
@@ -79,7 +80,7 @@ class Args:
     dataset: str = "scenes"  # data set: scenes, voc, voc2007, coco, coco_all, nus, cub, a folder of data_root, a path
     data_root: str = "data"  # folder of the data sets and embeddings
     out: str = "runs"  # folder of the run directories
-    name: str = ""  # run directory <out>/<name>, which the same command resumes; default: data set, method, seed, time
+    name: str = ""  # run directory <out>/<name>, which the same command resumes (empty: data set, method, seed, time)
     seed: Natural = 0  # seed of weights, order and flips; split and observed labels don't depend on it
     linear: bool = False  # linear probing: frozen backbone, images embedded once, only the head is trained
     init_from: str = ""  # run directory whose best weights are the initial ones
@@ -396,7 +397,7 @@ def load(args, device="cpu"):
         train, val, test = train.first(2 * args.batch_size + 3), val and val.first(16), test and test.first(16)
     gigabytes = min(len(train), args.batch_size) * args.image_size**2 * 15 / 1e9  # of a batch, as bytes and as floats
     if gigabytes > (here := memory() / 1e9):
-        die(f"a batch alone takes {gigabytes:.0f} of {here:.0f} GB: lower --batch_size or --image_size")
+        die(f"one batch takes {gigabytes:.0f} GB, this machine has {here:.0f} GB: lower --batch_size or --image_size")
     return Data(classes, train, val, test)
 
 
@@ -876,20 +877,19 @@ def prompts(template, classes):
 # Odds are like precision where classes are rare, but twice those of a class in half of the images can be reached.
 MIN_ODDS_RATIO = 2  # of the pseudo-positives' precision to that of a random choice
 MIN_AGREEMENT = 65  # percent
-MIN_CHOSEN = 1  # percent of images with a pseudo-positive
+MIN_CHOSEN = 1  # percent of training images with a pseudo-positive
 JUDGED = 10_000  # images at most
 
 
-def judge_clip(run, data, scores, choose, fix):
+def judge_clip(run, data, scores, choose):
     """What CLIP is worth for these classes: by full labels of validation images, else by known labels of training
     images. One line, and a warning where it is worth little. scores(name of a split) -> (N, C), choose(scores, z) ->
-    pseudo-labels, fix: a remedy for few of them"""
+    pseudo-labels"""
     if full := data.full_val:
         name, labels = "val", full.y[:JUDGED]
-        z, observed = torch.zeros_like(labels), torch.from_numpy(draw_single_positives(labels.cpu())).to(labels)
     else:
         name, labels = "train", data.train.z[:JUDGED]
-        z = observed = labels
+    z = torch.zeros_like(labels) if full else labels
     score = scores(name)[:JUDGED]
     counts = count_pseudo_labels(choose(score, z), z, labels if full else None)
     wanted = [f"pseudo_positives_{what}" for what in ("per_image", "precision", "precision_at_random")]
@@ -898,12 +898,16 @@ def judge_clip(run, data, scores, choose, fix):
     run.summarise(f"clip_on_{name}", without_nans(numbers))
     odds = [p / max(100 - p, 1e-9) for p in map(numbers.get, wanted[1:]) if p is not None]
     useless = odds[0] < MIN_ODDS_RATIO * odds[1] if odds else numbers["agreement"] < MIN_AGREEMENT
-    chosen = 100 * (choose(score, observed) == 1).any(1).float().mean().item()  # with pseudo-positives in training
     if useless and rank() == 0:
-        remedy = "class names as CLIP would read them, another --prompt or --clip_model, or em_apl.py, without CLIP"
+        remedy = "class names as CLIP would read them, another --prompt or --clip_model, or em_apl.py (no CLIP)"
         print(f"warning: CLIP hardly knows these classes: try {remedy}", flush=True)
+
+
+def warn_of_few(pseudo, fix):
+    """A warning where hardly a training image has a pseudo-positive, with what to try"""
+    chosen = 100 * (pseudo.amax(1) == 1).float().mean().item()
     if chosen < MIN_CHOSEN and rank() == 0:
-        print(f"warning: {chosen:.2g} % of the {name} images have a pseudo-positive: {fix}", flush=True)
+        print(f"warning: {chosen:.2g} % of the training images have a pseudo-positive: {fix}", flush=True)
 
 
 def agreement(scores, z):
@@ -937,7 +941,7 @@ def find_device(name):
     except (RuntimeError, AssertionError, NotImplementedError) as problem:
         die(f"--device {name}: {str(problem).splitlines()[0]}; try --device cpu")
     if device.type not in ("cpu", "cuda"):
-        die(f"--device {name}: only cpu and cuda are known here")
+        die(f"--device {name}: only cpu and cuda are supported")
     libc = ctypes.CDLL(None) if sys.platform == "linux" and device.type == "cpu" else None
     if hasattr(libc, "mallopt"):  # keep freed memory: getting pages anew would take up to half of a step on a CPU
         M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
@@ -1029,7 +1033,7 @@ RESERVED |= {"identity", "inside", "data"}
 def check_state(name, thing):
     """A bare tensor is refused: rebound by the script it would silently drop out of the checkpoint"""
     if name in RESERVED or name.startswith(("val_", "test_")):
-        die(f"run.epochs can't save {name}=..., a name that checkpoints have themselves: choose another")
+        die(f"run.epochs can't save {name}=..., a name reserved for checkpoints: choose another")
     if not isinstance(thing, SimpleNamespace) and not hasattr(thing, "load_state_dict"):
         fix = f"labels = types.SimpleNamespace({name}={name}), labels.{name} in the loop, run.epochs(labels=labels)"
         die(f"run.epochs can't save {name}, a {type(thing).__name__} that may be rebound: put it in a namespace, {fix}")
@@ -1233,7 +1237,7 @@ class Run:
                 die("--sync_bn needs CUDA: on a CPU, leave it out and raise --batch_size")
             share_batch_norms(places)
         elif places and share < 4 and rank() == 0:
-            few = f"{share} of the {self.args.batch_size} images of --batch_size are left for a process's BatchNorms"
+            few = f"--batch_size {self.args.batch_size} leaves {share} images for the BatchNorms of each process"
             print(f"warning: {few}: raise it, or share their statistics with --sync_bn")
 
     def check_model(self, model):
@@ -1789,7 +1793,7 @@ class Run:
             return
         if best == last == self.last_epoch:
             faster = "" if self.by_known_labels else " or a higher --lr"  # known labels don't compare these
-            print(f"note: {self.criterion} still rose in the last epoch: try more --epochs{faster}")
+            print(f"note: {self.criterion} was still rising in the last epoch: try more --epochs{faster}")
         if best == first:
             print("note: the first epoch was the best: try a lower --lr")
 

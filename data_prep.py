@@ -84,7 +84,7 @@ class Args:
     labels: str = ""  # custom: table of the training images and their known labels: image,label or image,label1;label2
     val: str = ""  # custom: table of fully labelled validation images, or Label Studio's JSON export
     test: str = ""  # custom: table of fully labelled test images, or Label Studio's JSON export
-    classes: str = ""  # custom: file with a class per line, or names joined by commas (default: all that occur)
+    classes: str = ""  # custom: file with a class per line, or names joined by commas (empty: all that occur)
     from_folders: bool = False  # custom: one sub-folder of --images per class, instead of --labels
     ignore_case: bool = False  # custom: one class for names that differ in case, white space or Unicode form only
     skip_damaged: bool = False  # custom: unreadable photos are listed and left out
@@ -134,7 +134,7 @@ def explain(kind, problem, trace):
     """sys.excepthook of all scripts: one sentence for errors of the machine, a traceback for bugs"""
     text, sentence = str(problem), None
     if isinstance(problem, BrokenPipeError):
-        sentence = "nobody reads the output any more"
+        sentence = "broken pipe: the output is no longer read"
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be flushed
     elif isinstance(problem, OSError) and problem.errno in EXPECTED_ERRORS:
         sentence = f"{problem.strerror}: {problem.filename or 'a file or device'}"
@@ -754,14 +754,14 @@ def read_cub(root):
 
 
 NUS_HELP = """NUS-WIDE can't be downloaded freely. Put into {raw} one of:
-  (1) Cole et al.'s re-crawl, used by ROLE and AEVLP: formatted_{{train,val}}_{{images,labels}}.npy of
-      zenodo.org/records/10162606
+  (1) Cole et al.'s re-crawl, used by ROLE, AEVLP and the releases of LL and LAC:
+      formatted_{{train,val}}_{{images,labels}}.npy of zenodo.org/records/10162606
   (2) the official images, used by EM + APL and VLPL: Flickr.zip of
       lms.comp.nus.edu.sg/wp-content/uploads/2019/research/nuswide/NUS-WIDE.html (reported dead in 2025), and
       formatted_{{train,val}}_{{images,labels}}.npy of the authors of EM + APL,
       drive.google.com/drive/folders/1YL7WhnGpd-pjbtPL5r6IKiPeYFVdpYne
   (3) the complete set, on request on the same page: ImageList/{{Train,Test}}Imagelist.txt and
-      TrainTestLabels/Labels_<concept>_{{Train,Test}}.txt (LAC has it too, but with a random split of its own)
+      TrainTestLabels/Labels_<concept>_{{Train,Test}}.txt (LAC's paper has it, with a random split of its own)
 each with the images in a folder images/ and the classes' names, the official ConceptsList/Concepts81.txt,
 and run this again. The three are different images: their results can't be compared."""
 
@@ -1297,7 +1297,7 @@ def prepare(args):
     if args.keep_empty and args.dataset != "coco":
         die("--keep_empty is for coco")
     if args.dataset == "custom" and name in (*EXPECTED, "scenes"):
-        die(f"--name {name}: a published data set has it, give yours a name of its own")
+        die(f"--name {name}: that is the name of a published data set, choose another")
     if not re.fullmatch(r"\w[\w.-]*", name):
         die(f"--name {name!r}: give your data set a name of its own, of letters, digits, - and _")
     if args.image_size < 0:

@@ -106,7 +106,7 @@ if __name__ == "__main__":
     z_all, rounds = data.train.z.char(), args.epochs - args.warmup
     labels = SimpleNamespace(pseudo=torch.zeros_like(z_all), s=torch.zeros(z_all.shape, device=run.device))
     if args.apl and rounds <= 0 and common.rank() == 0:
-        print(f"warning: no pseudo-labels, because the warm-up of {args.warmup} epochs lasts all {args.epochs}")
+        print(f"warning: no pseudo-labels, because the warm-up ({args.warmup} epochs) covers all {args.epochs} epochs")
     unobserved = [(column == 0).sum().item() for column in z_all.T]
     quota, pos_quota = ([int(share * n / max(rounds, 1)) for n in unobserved] for share in (args.theta, args.pos_theta))
 

@@ -5,13 +5,13 @@
 Every class has an embedding of its own for every image. Confident predictions on a plain view are the targets of a
 distorted one, and, in a second stage, embeddings of the same class are drawn together.
 
-NOTES: paper and release balance the three losses differently; `--form` has both, whole. "paper": the equations as
-printed, L_AN and L_PLC summed over classes; Eq. 7 can be negative. "release": L_AN a mean over B*C, L_PLC over the
-number of selected labels, the observed ones among them, L_LAC a SupCon loss in which both views of batch and queue are
-anchors: the default, for validation prefers it (docs/results.md). The release also has two decoder layers
-(`--decoder_layers 2`), no input normalisation, ColorJitter and greyscale in the strong view, a flip of its own for each
-view, and stage-1 delta 0.5 for CUB. Under torchrun L_LAC compares with each process's own strong views and the queue of
-all, and means are over each process's anchors. docs/lac.md has the rest.
+NOTES: paper and release balance the three losses differently; `--form` selects one. "paper": the equations as printed,
+L_AN and L_PLC summed over classes; Eq. 7 can be negative. "release": L_AN a mean over B*C, L_PLC over the number of
+selected labels, the observed ones among them, L_LAC a SupCon loss in which both views of batch and queue are anchors:
+the default, since validation prefers it (docs/results.md). The release also has two decoder layers (`--decoder_layers
+2`), no input normalisation, ColorJitter and greyscale in the strong view, a flip of its own for each view, and stage-1
+delta 0.5 for CUB. Under torchrun L_LAC compares with each process's own strong views and the queue of all, and means
+are over each process's anchors. docs/lac.md has the rest.
 """
 
 import copy
@@ -384,6 +384,8 @@ if __name__ == "__main__":
         common.die("--freeze_backbone needs trained weights: a file or a run's best.pt as --weights")
     if args.stage == "2" and not (args.init_from or args.resume or args.eval_only):
         common.die("--stage 2 continues a run of stage 1: --init_from RUN (without one: --end_to_end)")
+    if args.loss != "an" and (args.stage == "2" or args.form == "paper"):
+        common.die(f"--loss {args.loss} is stage 1 alone, a mean over all labels: leave out --stage 2 and --form paper")
     if args.denominator == "all" and args.form == "release" and not (args.resume or args.eval_only):
         common.die("--denominator is for --form paper: the release's L_LAC always has all in its denominator")
     if args.end_to_end and (not args.lac or args.stage != "both"):

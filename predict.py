@@ -1,4 +1,4 @@
-"""Use a trained model: labels of images, or a model to carry away
+"""Use a trained model: label images, or export it
 
     python predict.py runs/voc-vlpl-s0-20261116-093000 photos
     python predict.py runs/voc-vlpl-s0-20261116-093000 --export model.pt2
@@ -10,7 +10,7 @@ of training.
 
 NOTES: The exported model takes pixels of any size and squashes them itself, with torch's antialiased bilinear filter
 instead of PIL's. They round differently: on 60 photos of VOC at 64, 224 and 448 pixels one value in seven differs, by 1
-of 255; on 16 of them the probabilities of two small networks moved by up to 0.0011. The export prints what it is on the
+of 255; on 16 of them the probabilities of two small networks moved by up to 0.0011. The export prints this value on the
 images given, and above 0.05 writes nothing. onnxruntime rounds 6 values in 100,000 in another way than torch, which
 moved the probabilities of tf_efficientnet_lite0 on 20 photos by up to 0.00016.
 """
@@ -133,8 +133,8 @@ def find_thresholds(given, tuned, classes):
     if given == "auto" and tuned is not None:
         return tuned
     if given == "auto":
-        why = "the run has no tuned thresholds, it is unfinished or had no validation images"
-        print(f"note: the threshold of every class is 0.5, --threshold changes it: {why}", file=sys.stderr)
+        why = "the run has no tuned thresholds (unfinished, or without validation images)"
+        print(f"note: every class has the threshold 0.5 (--threshold changes it): {why}", file=sys.stderr)
         given = 0.5
     try:
         value = float(given)
@@ -415,9 +415,9 @@ if __name__ == "__main__":
     if args.top < 1:
         common.die(f"--top {args.top}: at least one label")
     if not (args.images or args.export or args.card):
-        common.die("name images or folders to look at, or --export a model, or write its --card")
+        common.die("pass images or folders, --export FILE or --card FOLDER")
     if (args.csv or args.figure) and not args.images:
-        common.die("--csv and --figure are about images: name some, or folders of them")
+        common.die("--csv and --figure need images: pass some, or folders of them")
     endings = {"figure": [".png"], "out": [".json", ".csv"], "export": [*SAME]}
     for flag, wanted in endings.items():
         if (path := getattr(args, flag)) and Path(path).suffix not in wanted:

@@ -3,17 +3,17 @@
     python pu_mlc.py --dataset voc
     python pu_mlc.py --dataset voc2007 --known_ratio 0.1
 
-No label is ever taken for negative: per class, the mean probability of all images is pushed down and that of the known
+No label is ever treated as negative: per class, the mean probability of all images is pushed down and that of the known
 positives up, and predictions on mixed images must be the mix of the predictions.
 
-NOTES: Eq. 9 writes the factor with the unscaled s; the release and we take s / tau. The mixup target takes a gradient
-(the release's choice); BatchNorm keeps no statistics of mixed images. The release adds an SSGRL head with word vectors
-and a label graph, trains only layer4, the global branches and the head, and picks epoch, weights and threshold on the
-test set: the paper's numbers can't be expected from the plain backbone. They are for a share of the positives
-(`--known_ratio`), for which coco, coco_all and voc2007 have presets without a validation split: the EMA of the last
-epoch counts. With one positive per image, of which the paper says nothing, alpha is its VOC's and gamma its COCO's.
-Under torchrun tau, u and the pairs are those of each process's share. A last batch of fewer than 4 images is left out.
-docs/pu_mlc.md has the rest.
+NOTES: Eq. 9 writes the factor with the unscaled s; the release has s / tau, and so has this script. The mixup target
+takes a gradient (the release's choice); BatchNorm keeps no statistics of mixed images. The release adds an SSGRL head
+with word vectors and a label graph, trains only layer4, the global branches and the head, and picks epoch, weights and
+threshold on the test set: the paper's numbers can't be expected from the plain backbone. They are for a share of the
+positives (`--known_ratio`), for which coco, coco_all and voc2007 have presets without a validation split: the EMA of
+the last epoch counts. With one positive per image, of which the paper says nothing, alpha is its VOC's and gamma its
+COCO's. Under torchrun tau, u and the pairs are those of each process's share. A last batch of fewer than 4 images is
+left out. docs/pu_mlc.md has the rest.
 """
 
 import copy
@@ -210,6 +210,8 @@ if __name__ == "__main__":
         common.die(
             "--lgconv and --crops are of no use with --linear, whose backbone sees every image once: leave out one"
         )
+    if args.freeze_bn and args.weights == "none" and not common.start_from(args):
+        common.die("--freeze_bn needs trained weights: add --no_freeze_bn")
     run = common.Run(args, __file__)
     data = common.load(args, run.device)
     model = run.prepare(Classifier(args, len(data.classes)), data)
@@ -220,6 +222,9 @@ if __name__ == "__main__":
     if args.one_cycle:
         state["scheduler"] = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, max(6, steps), pct_start=0.2)
     ema = dict(ema=copy.deepcopy(common.unwrap(model)).requires_grad_(False)) if args.ema else {}
+    first = 100 * args.ema ** (-(-len(data.train) // args.batch_size) * args.epochs) if args.ema else 0
+    if first > 5 and not data.val and common.rank() == 0:
+        print(f"warning: the EMA, which is kept, will still be {first:.0f} % initial weights: lower --ema", flush=True)
     views, images = None, data.train.images
     if args.crops:  # of images of 512 pixels, for 448
         larger = images.from_files(round(args.image_size * 8 / 7), images.resample)

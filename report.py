@@ -826,7 +826,7 @@ if __name__ == "__main__":
     if len(args.grid) > 2 or len(set(args.grid)) < len(args.grid):
         common.die(f"--grid {' '.join(args.grid)}: one setting or two, after the runs")
     if args.html if args.grid else args.out:
-        common.die("--html is the page of the tables, --out the picture of --grid")
+        common.die("--html is for the tables, --out for the picture of --grid")
     for flag, path in (("html", args.html), ("out", args.out)):
         if path and not Path(path).absolute().parent.is_dir():
             common.die(f"--{flag} {path}: there is no such folder")

@@ -117,7 +117,7 @@ def verdict(observed, pseudo, there):
     if observed:
         return "observed", "lightskyblue"
     if not pseudo:
-        return "there, not accepted" if there else "", "lightgrey"
+        return "present, not accepted" if there else "", "lightgrey"
     right = None if there is None else there == (pseudo == 1)
     words = {True: "right", False: "wrong", None: "accepted"}[right]
     colour = {True: "lightgreen", False: "salmon", None: "gold"}[right]
@@ -194,7 +194,7 @@ def draw_views(path, script, clip, cache, data, row, pixels, epoch, args):
     for shift, (name, scores) in zip((-0.3, -0.1, 0.1, 0.3), series.items()):
         bars.barh([place + shift for place in range(len(shown))], scores[shown].tolist(), height=0.18, label=name)
     mark = lambda c: "observed" if z[c] == 1 else {1: "+", -1: "−", 0: ""}[pseudo[c].item()]
-    there = lambda c: " (there)" if is_there(data, row, c) else ""
+    there = lambda c: " (present)" if is_there(data, row, c) else ""
     bars.set_yticks(range(len(shown)), [f"{mark(c)} {data.classes[c]}{there(c)}" for c in shown])
     bars.tick_params(labelsize=8)
     bars.axvline(args.zeta_global, color="grey", linestyle=":", linewidth=1, label="zeta_global")
@@ -218,7 +218,7 @@ def draw_attention(path, model, data, row, pixels, device):
         axis.axis("off")
     axes[0].set_title(f"training image {row}", fontsize=9)
     for axis, c in zip(axes[1:], classes):
-        there = {True: "there", False: "not there", None: ""}[is_there(data, row, c)]
+        there = {True: "present", False: "absent", None: ""}[is_there(data, row, c)]
         axis.imshow((maps[c] / maps[c].max()).numpy(), cmap="inferno", alpha=0.65, vmin=0, vmax=1)
         axis.set_title(f"{data.classes[c]} {p[c]:.2f}\n{'observed' if c in observed else there}", fontsize=9)
     data_prep.save_figure(figure, path)

@@ -6,9 +6,9 @@ Unobserved classes that CLIP is sure of become soft positives; the others are pu
 
 NOTES: CLIP embeds every plain image once, with its own mean and std (authors' release: in every batch, on flipped
 images with ImageNet's mean and std, with bare class names as text for VOC and COCO, and with tau 0.01 and theta 0.3 for
-all sets). For CUB the paper says lr 1e-5; the release and we take 1e-4. Eq. 5's signs are misprinted; section 4.6 has
-the form used here. gamma, which only `--delta` uses, is beta's value (paper: not printed, release: 0). Class names are
-read as words; CUB's theta was tuned on other strings. Table 2's backbones: `--backbone
+all sets). For CUB the paper has lr 1e-5, the release 1e-4 for ResNet-50, taken here. Eq. 5's signs are misprinted;
+section 4.6 has the form used here. gamma, which only `--delta` uses, is beta's value (paper: not printed, release: 0).
+Class names are read as words; CUB's theta was tuned on other strings. Table 2's backbones: `--backbone
 convnext_xlarge.fb_in22k_ft_in1k`, `--backbone convnext_xlarge.fb_in22k` and, with CLIP's projection before the head,
 `--backbone vit_large_patch14_clip_quickgelu_336.openai --image_size 336 --batch_size 6`. docs/vlpl.md has the rest.
 """
@@ -131,7 +131,8 @@ if __name__ == "__main__":
         cosines = clip_cosines(clip, data, texts, run.cache)
         choose = lambda cosine, z: vlpl_pseudo_labels(cosine, z, args.tau, args.theta, args.delta)
         labels.pseudo = choose(cosines["train"], data.train.z)
-        common.judge_clip(run, data, cosines.get, choose, "lower --theta, or try another --prompt or --tau")
+        common.judge_clip(run, data, cosines.get, choose)
+        common.warn_of_few(labels.pseudo, "lower --theta, or try another --prompt or --tau")
         if zero_shot := zero_shot_mAP(cosines, data.splits(), args.tau):
             run.summarise("clip_zero_shot_mAP", zero_shot)
         del clip  # its memory is the model's now

@@ -75,6 +75,16 @@ def trained(tmp_path_factory, squares):
 
 
 @pytest.fixture(scope="session")
+def small_weights(tmp_path_factory):
+    """--weights of the small backbone, for what needs trained ones; nobody changes it"""
+    import scenes
+
+    path = tmp_path_factory.mktemp("weights") / "small.pth"
+    torch.save(scenes.small_resnet().state_dict(), path)
+    return path
+
+
+@pytest.fixture(scope="session")
 def tiny_clip(tmp_path_factory):
     """A folder for local-dir: with a CLIP of open_clip that has learnt nothing; nobody changes it"""
     import open_clip

@@ -490,6 +490,15 @@ def test_refresh_every_keeps_the_labels_in_between(script, flags, workplace):
     assert precision[0] == precision[1] != precision[2] == precision[3]
 
 
+@pytest.mark.parametrize("zeta", [0.2, 0.3, 2])
+def test_few_pseudo_positives_of_the_training_images_are_warned_of(zeta, script, flags, workplace):
+    """Those that the first epoch trains with, made from tiles too; told once"""
+    out = script("aevlp.py", *flags, "--zeta_global", zeta, "--epochs", 1, "--linear")
+    few = 100 * (last_labels(only_run(workplace)) == 1).any(1).float().mean().item()
+    assert (few < 1) == (zeta == 2)
+    assert out.count("% of the training images have a pseudo-positive: lower --zeta_global") == (few < 1)
+
+
 def test_no_damp_is_the_gr_loss_and_needs_no_clip(script, squares, workplace):
     script("aevlp.py", "--dataset", squares, *SMALL, "--epochs", 2, "--no_damp", "--clip_model", "local-dir:nowhere")
     last = rows(only_run(workplace))[-1]

@@ -162,6 +162,7 @@ def test_measured_numbers_are_those_of_the_results():
     commands = {command for table in everywhere for command in table}
     for method in METHODS:
         table = re.search(r"^\| test mAP, three seeds .+\n.+\n((?:\|.+\n)+)", read(method), re.M)[1]
+        table = table.replace("[its own table](results.md#lac)", "not run")  # with a recipe of its own
         rows = [line.strip("|\n ").split(" | ") for line in table.splitlines()]
         wanted = {f"`{c}`": [t.get(c, "not run") for t in everywhere] for c in commands if c.startswith(f"{method}.py")}
         assert {command: values for command, *values in rows} == wanted

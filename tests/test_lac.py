@@ -1102,6 +1102,8 @@ def test_a_finished_run_is_measured_later(script, squares, workplace):
         ("--end_to_end", "--no_lac"),
         ("--end_to_end", "--stage", 1),
         ("--denominator", "all"),
+        ("--loss", "wan", "--form", "paper"),
+        ("--loss", "wan", "--stage", 2, "--init_from", "x"),
         ("--tau", 0),
         ("--ema", 1),
         ("--queue", -1),

@@ -250,14 +250,14 @@ def test_a_curve_that_still_rises_is_told(squares, script, workplace):
     slow = ("--lr", 1e-5, "--epochs", 4, "--seed", 1)
     out = script("an.py", "--dataset", squares, *SMALL, *slow)
     best = json.loads((only_run(workplace) / "result.json").read_text())["best_epoch"]
-    assert ("still rose in the last epoch: try more --epochs or a higher --lr" in out) == (best == 4)
+    assert ("was still rising in the last epoch: try more --epochs or a higher --lr" in out) == (best == 4)
     assert ("the first epoch was the best: try a lower --lr" in out) == (best == 1)
 
 
 @pytest.mark.parametrize(
     ("best", "epochs", "more", "note"),
     [
-        (4, 4, {}, "val_mAP still rose in the last epoch"),
+        (4, 4, {}, "val_mAP was still rising in the last epoch"),
         (1, 4, {}, "the first epoch was the best"),
         (3, 4, {}, ""),
         (4, 4, {"smoke": True}, ""),

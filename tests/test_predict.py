@@ -249,7 +249,8 @@ def test_without_tuned_thresholds_it_is_a_half_and_says_so(trained, script, work
         (run / "result.json").write_text(result)
     run_predict(script, run, folder)
     out, err = capsys.readouterr()
-    assert re.fullmatch(r"note: the threshold of every class is 0.5, .*: the run has no tuned thresholds.*\n", err)
+    told = r"note: every class has the threshold 0.5 \(--threshold .*\): the run has no tuned thresholds .*\n"
+    assert re.fullmatch(told, err)
     for flags, expected in ((("--threshold", 0.5), out), (("--threshold", 0.2), None)):
         run_predict(script, run, folder, *flags)
         said, err = capsys.readouterr()
@@ -294,8 +295,8 @@ def test_small_mistakes_give_one_sentence(trained, script, workplace, folder):
         ((trained, folder, "--top", 0), "--top 0"),
         ((trained, folder, "--device", "gpu"), "--device gpu"),
         ((trained, folder, "--csv", "no/where.csv"), "no/where.csv can't be written"),
-        ((trained,), "name images"),
-        ((trained, "--csv", "out.csv", "--export", "model.pt2"), "--csv and --figure are about images"),
+        ((trained,), "pass images or folders"),
+        ((trained, "--csv", "out.csv", "--export", "model.pt2"), "--csv and --figure need images"),
         ((trained, "--export", "model.tflite"), "--export model.tflite: the name must end in .pt2 or .onnx"),
         ((trained, "--card", trained), "the folder is not empty"),
         ((trained, "--card", folder / "a.png"), "a.png can't be written"),

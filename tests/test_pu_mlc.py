@@ -345,7 +345,8 @@ def test_pu_learns_and_logs(script, squares, workplace):
         ("--known_ratio", 0.5, "--lgconv", "--freeze_bn", "--crops", "--val_fraction", 0),
     ],
 )
-def test_flags_train(more, script, squares, workplace):
+def test_flags_train(more, script, squares, small_weights, workplace):
+    more += ("--weights", small_weights) if "--freeze_bn" in more else ()
     script("pu_mlc.py", *flags(squares), *more, "--epochs", 2)
     assert all(math.isfinite(float(row["loss"])) for row in rows_of(only_run(workplace)))
 
@@ -417,10 +418,26 @@ def test_without_validation_the_last_ema_counts(script, squares, workplace):
     assert "thresholds" not in json.loads((run / "result.json").read_text())
 
 
+@pytest.mark.parametrize(("decay", "told"), [(0.9, ""), (0.99, "77 %"), (0.0, "")])
+def test_an_ema_of_initial_weights_is_warned_of(decay, told, script, squares, workplace):
+    """0.99^26 = 0.77, 0.9^26 = 0.06 of 13 steps in each of 2 epochs; 0.9 after 3 epochs: 0.02"""
+    more = ("--epochs", 3 if decay == 0.9 else 2, "--ema", decay, "--val_fraction", 0)
+    out = script("pu_mlc.py", *flags(squares), *more)
+    assert re.findall("the EMA, which is kept, will still be (.* %) initial weights", out) == [told] * bool(told)
+
+
+def test_frozen_batch_norms_need_trained_weights(script, squares, workplace):
+    with pytest.raises(SystemExit, match="--freeze_bn needs trained weights: add --no_freeze_bn"):
+        script("pu_mlc.py", *flags(squares), "--freeze_bn")
+    script("pu_mlc.py", *flags(squares), "--epochs", 1)
+    script("pu_mlc.py", *flags(squares), "--epochs", 1, "--freeze_bn", "--init_from", only_run(workplace))
+    assert len(list((workplace / "runs").iterdir())) == 2
+
+
 @pytest.mark.parametrize("frozen", [False, True])
-def test_statistics_never_see_mixed_images(frozen, script, squares, workplace):
+def test_statistics_never_see_mixed_images(frozen, script, squares, small_weights, workplace):
     """After one step the running mean of the first BatchNorm is that of the plain batch, or untouched"""
-    more = ("--freeze_bn",) if frozen else ()
+    more = ("--weights", str(small_weights), *["--freeze_bn"] * frozen)
     script("pu_mlc.py", *flags(squares), "--max_steps", 1, *more)
     args = common.parse(pu_mlc.Args, pu_mlc.PRESETS, [*map(str, flags(squares)), *more])
     run, data = common.Run(args, str(ROOT / "pu_mlc.py")), common.load(args)

@@ -912,8 +912,8 @@ def test_grids_that_cant_be(compare, grid, workplace, trained):
         (["--grid", "tau", "theta", *grid], "one setting or two, after the runs"),
         ([*grid, "--grid", "tau", "tau"], "--grid tau tau: one setting or two"),
         ([*grid, "--grid", "tau", "theta", "--out", "no/x.png"], "--out no/x.png: there is no such folder"),
-        ([*grid, "--out", "x.png"], "--html is the page of the tables, --out the picture of --grid"),
-        ([*grid, "--grid", "tau", "--html", "x"], "--html is the page of the tables"),
+        ([*grid, "--out", "x.png"], "--html is for the tables, --out for the picture of --grid"),
+        ([*grid, "--grid", "tau", "--html", "x"], "--html is for the tables"),
     ):
         with pytest.raises(SystemExit, match=f"error: .*{re.escape(expected)}"):
             compare(*arguments)

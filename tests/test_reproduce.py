@@ -272,7 +272,8 @@ def smoke(script, commands, made_up, tiny_clip):
         if name in ("show.py", "data_prep.py") or is_training([name]):
             flags += ["--data_root", str(made_up)]
         if is_training([name]):
-            flags += [*TINY, *TINY_LAC * (name == "lac.py"), *["--epochs", "2"] * ("--known_ratio" in flags)]
+            partial = ["--epochs", "2", "--no_freeze_bn"] * ("--known_ratio" in flags)  # of weights from scratch
+            flags += [*TINY, *TINY_LAC * (name == "lac.py"), *partial]
             flags += ["--clip_model", f"local-dir:{tiny_clip}"] * (name in CLIP_RATES)
         script(name, *flags)
 

@@ -569,7 +569,7 @@ def test_no_batch_is_left_after_the_last_step(squares, workplace):
 def test_few_images_for_batch_norm(squares, workplace):
     flags = (ROOT / "an.py", "--dataset", squares, *SMALL, "--batch_size", 7, "--max_steps", 2)
     out = finish(start(*TORCHRUN, *flags, cwd=workplace))
-    assert len(re.findall("^warning: 3 of the 7 images of --batch_size are left .* --sync_bn$", out, re.M)) == 1
+    assert len(re.findall("^warning: --batch_size 7 leaves 3 images for .* --sync_bn$", out, re.M)) == 1
     out = finish(start(*TORCHRUN, *flags, "--sync_bn", "--out", "other", cwd=workplace), code=1)
     assert "error: --sync_bn needs CUDA" in out
     assert not (workplace / "other").exists()

@@ -110,7 +110,7 @@ def assert_bars(figure, data, scores, pseudo, rows):
             assert width == pytest.approx(scores[row, c].item(), abs=1e-4)
             assert p == pytest.approx(width, abs=0.0051)
             observed, label, there = data.train.z[row, c] == 1, pseudo[row, c], data.train.y[row, c] == 1
-            expected = {1: "right" if there else "wrong", 0: "there, not accepted" if there else ""}
+            expected = {1: "right" if there else "wrong", 0: "present, not accepted" if there else ""}
             expected |= {-1: "negative, wrong" if there else "negative, right"}
             assert words == ("observed" if observed else expected[label.item()])
             kinds.add(words)
@@ -176,7 +176,7 @@ def test_other_images_are_another_picture(draw, runs, workplace):
         ((False, -1, False), "negative, right", "lightgreen"),
         ((False, -1, True), "negative, wrong", "salmon"),
         ((False, -1, None), "negative, accepted", "gold"),
-        ((False, 0, True), "there, not accepted", "lightgrey"),
+        ((False, 0, True), "present, not accepted", "lightgrey"),
         ((False, 0, False), "", "lightgrey"),
         ((False, 0, None), "", "lightgrey"),
     ],
@@ -222,7 +222,7 @@ def test_views_are_those_of_the_last_round(draw, runs, figures):
 
         signs = [{1: "+", -1: "−", 0: ""}[label] for label in pseudo[row].tolist()]
         signs = ["observed" if observed else sign for observed, sign in zip(data.train.z[row], signs)]
-        there = [" (there)" if label else "" for label in data.train.y[row]]
+        there = [" (present)" if label else "" for label in data.train.y[row]]
         expected = {f"{sign} {name}{true}" for sign, name, true in zip(signs, data.classes, there)}
         assert {tick.get_text() for tick in bars.get_yticklabels()} == expected
 
@@ -233,7 +233,7 @@ def test_the_scores_that_decide_are_those_of_the_method(draw, runs, figures):
     _, args, data, _ = loaded(runs["aevlp"])
     bars = figures["views.png"].axes[1]
     drawn = {bars.get_label(): [patch.get_width() for patch in bars] for bars in bars.containers}
-    names = [tick.get_text().removesuffix(" (there)").split()[-1] for tick in bars.get_yticklabels()]
+    names = [tick.get_text().removesuffix(" (present)").split()[-1] for tick in bars.get_yticklabels()]
     order = [data.classes.index(name) for name in names]
     final, average, s_global = (drawn[name] for name in ("decides +", "decides −", "whole image"))
     assert final == sorted(final, reverse=True)
@@ -281,7 +281,7 @@ def test_attention_is_that_of_the_best_model(draw, runs, figures):
     shown = [axis.get_title() for axis in axes]
     observed = data.train.z[3].argmax().item()
     others = [c for c in p.argsort(descending=True).tolist() if c != observed]
-    words = lambda c: "observed" if c == observed else "there" if data.train.y[3, c] else "not there"
+    words = lambda c: "observed" if c == observed else "present" if data.train.y[3, c] else "absent"
     assert shown == [f"{data.classes[c]} {p[c]:.2f}\n{words(c)}" for c in (observed, *others)]
     with torch.no_grad():
         maps = model.embeddings(common.as_pixels(torch.from_numpy(pixels)), weights=True)[1][0]

@@ -42,9 +42,10 @@ def scaled(monkeypatch):
 
 
 @pytest.mark.parametrize("case", STEPS)
-def test_no_step_waits(case, script, squares, tiny_clip, scaled):
+def test_no_step_waits(case, script, squares, tiny_clip, small_weights, scaled):
     clip = ("--clip_model", f"local-dir:{tiny_clip}")
     name, *flags = [word for flag in STEPS[case] for word in (clip if flag is CLIP else (flag,))]
+    flags += ("--weights", small_weights) if "--freeze_bn" in flags else ()
     with counted() as found:
         script(name, "--dataset", squares, *SMALL, "--amp", "bf16", "--epochs", 2, "--smoke", "--workers", 1, *flags)
     assert found.pop("steps") == (4 if name == "pu_mlc.py" else 6)  # which leaves out a last batch of 3
