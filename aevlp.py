@@ -244,9 +244,8 @@ if __name__ == "__main__":
     text = class_embeddings(clip, texts, run.cache, args, run.device) if clip else None
     if clip:  # judged by whole images, each its only tile: views of them all would take as long as an epoch's
         choose = lambda s, z: damp_pseudo_labels(s, s[:, None], z, args.nu, args.zeta_global, args.k, args.delta)
-        scores = lambda name: score_images(
-            clip, text, getattr(data, name).first(common.JUDGED), name, run.cache, args.tau
-        )
+        judged = lambda name: getattr(data, name).first(common.JUDGED)
+        scores = lambda name: score_images(clip, text, judged(name), name, run.cache, args.tau)
         common.judge_clip(run, data, scores, choose)
     constants = args.q_pos, args.q_neg, args.lambda1, args.lambda2, args.rho, eta, m
 

@@ -50,10 +50,7 @@ from data_prep import draw_single_positives as draw_single_positives  # others i
 
 EVAL_BATCH = 64
 NO_RESULTS = ("epoch", "seconds", "images_per_s")  # columns of metrics.csv that are neither printed nor drawn
-SILENCE = 40  # seconds without a sign of life after which a process counts as dead
-ROWS = 2**12  # of an (N, C) table per reduction: torch sums bool and uint8 as int64
-CHECK_EVERY = 50  # steps between two checks of the losses: each one waits for the device
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+ROWS = 2**12  # rows of an (N, C) table that are summed at once: torch turns bool and uint8 into int64 first
 
 # ---- 1. Settings
 
@@ -199,11 +196,12 @@ def preset_settings(args_class, presets, given):
 
 def read_run_settings(args_class, run):
     config = read_config(Path(run))
-    try:  # JSON has no tuples
-        settings = {name: tuple(v) if isinstance(v, list) else v for name, v in config["settings"].items()}
+    # JSON has no tuples
+    settings = {name: tuple(v) if isinstance(v, list) else v for name, v in config["settings"].items()}
+    try:
         return replace(args_class(**settings), resume="", eval_only="", name="")
-    except (KeyError, TypeError, AttributeError) as problem:
-        die(f"{run} was made by another script or version, {config.get('method')}.py ({problem})")
+    except TypeError as problem:
+        die(f"{run} was made by another script or version, {config['method']}.py ({problem})")
 
 
 def read_config(run):
@@ -224,12 +222,11 @@ def identity(method, settings):
 
 def differences(then, now):
     """Between two identities, in words"""
-    return ", ".join(
-        f"{name} was {then[name]} and is {now[name]}" for name in then if then[name] != now.get(name, then[name])
-    )
+    apart = (name for name in then if then[name] != now.get(name, then[name]))
+    return ", ".join(f"{name} was {then[name]} and is {now[name]}" for name in apart)
 
 
-# -- processes, for all rooms
+# -- for all rooms: scripts, processes, progress
 
 
 def in_a_line(problem):
@@ -478,10 +475,9 @@ class Loader:
         need, free = 3 * len(split) * source.size**2 / 1e9, memory(self.device) / 1e9
         missing = "" if source.cached else f"there is no {source.cache}, which data_prep.py makes"
         large = f"they take {need:.3g} GB, more than half of {free:.3g} GB" if 2 * need > free else ""
-        problem = missing or large
-        if problem and not auto:
-            die(f"--pixels device can't hold the images: {problem}; leave it out")
-        if problem:
+        if problem := missing or large:
+            if not auto:
+                die(f"--pixels device can't hold the images: {problem}; leave it out")
             return
         split.pixels = torch.empty((len(split), source.size, source.size, 3), dtype=torch.uint8, device=self.device)
         batches = in_batches(np.arange(len(split)))
@@ -503,6 +499,8 @@ class Loader:
 
 
 # ---- 3. Model
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Classifier(nn.Module):
@@ -557,7 +555,7 @@ def make_body(args):
     return net, width, mean, std
 
 
-CLIP_WIDTHS = (384, 512, 640, 768, 1024, 1152, 1280)  # of embeddings, in place of a number of classes
+CLIP_WIDTHS = (384, 512, 640, 768, 1024, 1152, 1280)  # widths of embeddings, which timm calls num_classes
 
 
 def make_timm(name, pretrained, image_size):
@@ -651,7 +649,7 @@ def read_checkpoint(path):
 
 
 def start_from(args):
-    """The checkpoint that the model starts from, before or instead of --weights"""
+    """Path of the checkpoint that --resume, --eval_only or --init_from start from; None: --weights counts"""
     resumed = args.resume and (Path(args.resume) / "last.pt").exists()
     run = args.resume if resumed else args.eval_only or args.init_from
     path = Path(run) / ("last.pt" if resumed else "best.pt")
@@ -662,7 +660,7 @@ def start_from(args):
 
 
 def batch_norms(model):
-    """Places, (module, name of a child), of the BatchNorms that training gives new statistics"""
+    """[(parent module, name in it)] of the BatchNorms whose statistics training updates"""
     children = [(module, *child) for module in model.train().modules() for child in module.named_children()]
     kind = nn.modules.batchnorm._BatchNorm
     return [(module, name) for module, name, child in children if isinstance(child, kind) and child.training]
@@ -885,10 +883,8 @@ def judge_clip(run, data, scores, choose):
     """What CLIP is worth for these classes: by full labels of validation images, else by known labels of training
     images. One line, and a warning where it is worth little. scores(name of a split) -> (N, C), choose(scores, z) ->
     pseudo-labels"""
-    if full := data.full_val:
-        name, labels = "val", full.y[:JUDGED]
-    else:
-        name, labels = "train", data.train.z[:JUDGED]
+    full = data.full_val
+    name, labels = ("val", full.y[:JUDGED]) if full else ("train", data.train.z[:JUDGED])
     z = torch.zeros_like(labels) if full else labels
     score = scores(name)[:JUDGED]
     counts = count_pseudo_labels(choose(score, z), z, labels if full else None)
@@ -928,12 +924,6 @@ def unwrap(thing):
     return thing.module if isinstance(thing, nn.parallel.DistributedDataParallel) else thing
 
 
-def share_statistics(model):
-    """Buffers, such as BatchNorm's: rank 0's, as in its checkpoint"""
-    for buffer in unwrap(model).buffers() if world() > 1 else ():
-        dist.broadcast(buffer, 0)
-
-
 def find_device(name):
     try:
         name = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
@@ -971,8 +961,8 @@ def join_processes(args):
 
 
 def torchrun_store(seconds):
-    """What the processes of torchrun share, apart from what those before a restart have left there: torch's own
-    initialisation would call the addresses of dead ones"""
+    """The key-value store of torchrun's processes, with a prefix of its own after every restart: torch's default would
+    find the addresses of processes that are dead"""
     hosts = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
     more = {"timeout": timedelta(seconds=seconds), "wait_for_workers": False, "multi_tenant": True}
@@ -986,9 +976,12 @@ def launch():
     return f"{platform.node()} {os.getppid()} {os.environ['TORCHELASTIC_RUN_ID']}" if there else ""
 
 
+SILENCE = 40  # seconds without a sign of life after which a process counts as dead
+
+
 def watch_processes():
-    """Starts a thread, and returns what ends it, that ends this process when torchrun is gone or another is silent: a
-    collective operation would wait for it until its time-out"""
+    """Starts a thread that ends this process when torchrun is gone or another process is silent, for which a collective
+    operation would wait until its time-out. -> the function that stops the thread"""
     parent, stop, own, everyone = os.getppid(), threading.Event(), rank(), range(world())
 
     def silent(store):
@@ -1079,6 +1072,9 @@ def restore_random_state(device, state):
     random.setstate(state["python"])
 
 
+CHECK_EVERY = 50  # steps between two checks of the losses: each one waits for the device
+
+
 class Run:
     """The plumbing around a script's loop: device, precision, processes, directory, log, checkpoints, evaluation"""
 
@@ -1098,11 +1094,11 @@ class Run:
         self.data = self.directory = self.lock = None  # from prepare() on
         self.fingerprint = ""  # of the training images and labels
         self.in_model, self.state, self.summaries = set(), {}, {}  # ids of the model's weights; what last.pt carries
-        self.checkpoint, self.passes, self.saved = {}, 0, time.monotonic()  # last.pt, if it is resumed inside an epoch
+        self.checkpoint, self.passes, self.saved = {}, 0, time.monotonic()  # inside.pt, until its batch is reached
         self.epoch, self.last_epoch, self.steps = 0, args.epochs, 0
         self.rows, self.earlier = [], []  # a row of metrics per epoch; results of the stages before the last
-        self.best, self.began_at = {"epoch": 0}, 0  # and the epoch before this stage's first
-        self.foretold, self.clock = False, None  # how long it will take; time and number of the first step
+        self.best, self.began_at = {"epoch": 0}, 0  # best epoch of this stage with its results; last epoch before it
+        self.foretold, self.clock = False, None  # whether the time to go was printed; time and number of the first step
         self.seen, self.began, self.training_began = 0, 0.0, 0.0  # images and times of this epoch
         self.logged, self.counts, self.unchecked, self.batch = {}, [], [], 0  # of this epoch too
         self.idx, self.weight, self.stepped = None, 1.0, True  # this batch
@@ -1195,8 +1191,7 @@ class Run:
         versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
         config = {"method": self.method, "settings": asdict(self.args), "command": shlex.join(["python", *sys.argv])}
         config |= {"working_directory": os.getcwd(), "commit": commit, "versions": versions, "processes": world()}
-        config |= {"launch": launch()}
-        config |= {"device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"}
+        config |= {"launch": launch(), "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"}
         data_prep.write_json(directory / "config.json", config)
         print(f"{directory}: {self.args.dataset}, {self.device}, amp {self.dtype or 'off'}", flush=True)
 
@@ -1269,8 +1264,7 @@ class Run:
             with self.autocast():
                 return model.features(x)
 
-        flip_key = {**key, "flip": True}
-        flipped = self.cache.images(lambda x: features(x.flip(3)), data.train, flip_key, "train, flipped")
+        flipped = self.cache.images(lambda x: features(x.flip(3)), data.train, {**key, "flip": True}, "train, flipped")
         for name, split in data.splits().items():
             split.features = (self.cache.images(features, split, key, name), flipped)
         kept = torch.tensor(data.train.features[0][:2])
@@ -1351,11 +1345,10 @@ class Run:
         self.stepped = False
         optimizers = [thing for thing in self.state.values() if isinstance(thing, torch.optim.Optimizer)]
         groups = [group for optimizer in optimizers for group in optimizer.param_groups] if world() > 1 else []
-        for weight in (weight for group in groups for weight in group["params"]):
-            if id(weight) not in self.in_model:
-                weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-                dist.all_reduce(weight.grad)
-                weight.grad /= world()
+        for weight in (weight for group in groups for weight in group["params"] if id(weight) not in self.in_model):
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            dist.all_reduce(weight.grad)
+            weight.grad /= world()
         self.batch += 1
         self.unchecked.append((self.batch, loss.detach(), self.idx))
         if len(self.unchecked) == CHECK_EVERY:
@@ -1427,7 +1420,8 @@ class Run:
     def predict(self, model, split):
         """Logits (N, C) of a split's plain images, in the split's order, on every process"""
         training, model, done = model.training, unwrap(model).eval(), 0
-        share_statistics(model)
+        for buffer in model.buffers() if world() > 1 else ():  # rank 0's BatchNorm statistics, as in its checkpoint
+            dist.broadcast(buffer, 0)
         batches = in_batches(np.arange(len(split))[rank() :: world()])
         logits = torch.zeros(-(-len(split) // world()), len(self.data.classes), device=self.device)
         for x in progress(self.inputs(split, batches), "evaluating", total=len(batches)):
@@ -1489,8 +1483,7 @@ class Run:
         row |= {self.criterion: mAP[chosen], **{f"{self.criterion}_{name}": mAP[name] for name in models if others}}
         better = data.val is None or mAP[chosen] > highest  # without validation the last is kept
         stop = self.stale(row, others) or highest - mAP[chosen] > max_drop
-        stop = stop and not self.by_known_labels  # they are too noisy
-        if stop and not (better or self.args.smoke):
+        if stop and not (better or self.by_known_labels or self.args.smoke):  # known labels are too noisy to stop by
             self.last_epoch = self.epoch  # early stopping
         due = self.finished or (better and data.val)
         p = logits[chosen].sigmoid() if due and data.val else None
@@ -1505,11 +1498,11 @@ class Run:
             self.best = {"epoch": self.epoch, self.criterion: mAP[chosen], **{f"test_{k}": v for k, v in test.items()}}
             if data.val:
                 self.best |= self.describe_thresholds(p, thresholds)
-            if data.full_val and not data.test:  # what else there is to tell of the classes
+            if data.full_val and not data.test:  # the classes' results are then those of validation
                 self.best["val_AP"] = dict(zip(data.classes, average_precision(logits[chosen], data.val.y).tolist()))
                 self.best["val_missed"] = missed_positives(p, data.val.y, data.classes, thresholds)
         if rank() == 0 and better:
-            best = unwrap(models[chosen])  # and all that it takes to build it again and to check that
+            best = unwrap(models[chosen])  # saved with what rebuilds it elsewhere and what checks the rebuilt one
             about = {"model_class": [type(best).__module__, type(best).__qualname__], "classes": data.classes}
             about |= {"probe": probe(best, self.args.image_size), **self.best}
             about["identity"] = identity(self.method, asdict(self.args))
@@ -1542,10 +1535,9 @@ class Run:
         """Whether more than --patience epochs have passed since the best of this stage, of the raw weights and of each
         other model (an EMA), and the others are below their best: an EMA that still rises is waited for"""
         rows, patience = [*self.rows[self.began_at :], row], getattr(self.args, "patience", -1)
-        averaged = [f"{self.criterion}_{name}" for name in others]
-        columns = [self.criterion, f"{self.criterion}_raw", *averaged] if others else [self.criterion]
+        columns = [f"{self.criterion}_{name}" for name in ("raw", *others)] if others else [self.criterion]
         best = {name: max(rows, key=lambda earlier: earlier[name]) for name in columns}
-        falling = all(row[name] < best[name][name] for name in averaged)
+        falling = all(row[name] < best[name][name] for name in columns[1:])
         return 0 <= patience < self.epoch - max(its["epoch"] for its in best.values()) and falling
 
     def show(self, row, better):
@@ -1566,7 +1558,7 @@ class Run:
         """Numbers of the epochs to train. `state` is what last.pt carries, as it is when an epoch's loop body ends:
         modules, optimizers, schedulers, and namespaces of tensors and numbers."""
         self.state = state
-        self.namespaces()  # are they such that can be saved?
+        self.namespaces()  # ends the program before training if one can't be saved
         train = self.data.train
         train.z = train.z.clone()  # a namespace may hold, and restore, the tensor itself
         self.fingerprint = hash_tensors({data_prep.hash_names(train.names()): train.z})
@@ -1748,11 +1740,9 @@ class Run:
     def report(self):
         """result.json, curve.png and the last line of a run"""
         best, last, data = self.best, self.rows[-1], self.data
-        there = lambda split: split.labels.amax(0).tolist() if split else [1] * len(data.classes)
-        empty = {
-            what: [name for name, any_of_it in zip(data.classes, there(split)) if not any_of_it]
-            for what, split in (("validation", data.val), ("test", data.test))
-        }
+        positives = lambda split: zip(data.classes, split.labels.amax(0).tolist() if split else ())
+        without = lambda split: [name for name, positive in positives(split) if not positive]
+        empty = {"validation": without(data.val), "test": without(data.test)}
         result = {"best_epoch": best["epoch"], "val_mAP": math.nan, **best}
         result |= {"last_epoch": last["epoch"], "last_test_mAP": last["test_mAP"]}
         result |= {"classes_without_test_positives": empty["test"], "seconds": sum(row["seconds"] for row in self.rows)}
@@ -1875,7 +1865,7 @@ def best_f1_thresholds(scores, y):
     return best.nan_to_num(best.nanmedian().nan_to_num(0.5).item())
 
 
-FEW_POSITIVES = 20  # what the median of the classes' thresholds counts
+FEW_POSITIVES = 20  # number of positives that the median of the classes' thresholds weighs as much as
 
 
 def shrunk_thresholds(p, y):

@@ -94,7 +94,7 @@ class Args:
 
 PROTOCOL_SEED = 1200  # of the split and of the observed labels (Cole et al. 2021); never that of a run
 CACHE_SIZE = 448  # pixels, as in the papers
-PARTS = {"train": "training", "valid": "validation", "val": "test"}  # as the files are named: as everybody calls them
+PARTS = {"train": "training", "valid": "validation", "val": "test"}  # name in the files: usual name
 UNFINISHED = "UNFINISHED"  # marker file in a data set's folder while this script writes there
 Image.init()
 if pillow_heif:
@@ -251,9 +251,8 @@ def lock(folder):
     except (BlockingIOError, PermissionError):
         die(f"{folder} is in use by {path.read_text().strip()}: wait until it has ended, or stop it")
     except OSError as problem:
-        print(
-            f"note: {folder} can't be locked ({problem}): make sure that no other process writes there", file=sys.stderr
-        )
+        note = f"note: {folder} can't be locked ({problem}): make sure that no other process writes there"
+        print(note, file=sys.stderr)
     file.truncate(0)
     print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
     return file
@@ -523,8 +522,7 @@ def fetch(args):
     raw = Path(args.raw or Path(args.data_root) / args.dataset / "raw")
     if args.raw and not raw.is_dir():
         die(f"--raw {raw} is not a folder (to download into it, make it first)")
-    root = None if list(raw.glob("*.extracting")) else find_root(raw, args.dataset)
-    if root:
+    if not list(raw.glob("*.extracting")) and (root := find_root(raw, args.dataset)):
         return root
     ours = {address.rsplit("/", 1)[1] for address, _ in ARCHIVES[args.dataset]}
     found = {path.name for path in raw.glob("[!.]*")} if args.raw else set()
@@ -538,8 +536,7 @@ def fetch(args):
             extracting.touch()  # stays behind when the extraction is cut off
             extract(archive, raw)
             extracting.replace(extracted)
-    root = find_root(raw, args.dataset)
-    if not root:
+    if not (root := find_root(raw, args.dataset)):
         die(f"{raw} was filled but lacks {', '.join(MARKERS[args.dataset])}: another release of {args.dataset}?")
     return root
 
@@ -779,8 +776,7 @@ def read_nus(raw):
     for part, official in (("train", "Train"), ("val", "Test")):
         names[part] = [line.replace("\\", "/") for line in read_lines(raw / f"ImageList/{official}Imagelist.txt")]
         columns = [read_lines(raw / f"TrainTestLabels/Labels_{name}_{official}.txt") for name in classes]
-        uneven = [name for name, column in zip(classes, columns) if len(column) != len(names[part])]
-        if uneven:
+        if uneven := [name for name, column in zip(classes, columns) if len(column) != len(names[part])]:
             die(f"Labels_{uneven[0]}_{official}.txt differs in length from {official}Imagelist.txt")
         labels[part] = (np.array(columns) == "1").T.astype(np.uint8)
     print("note: the official lists differ from the papers' 150,000 / 60,260 images: counts are not checked")
@@ -869,8 +865,7 @@ def in_class_folders(folder):
     files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     files = [path for path in files if not any(part.startswith((".", "__")) for part in path.parts)]
     wanted = lambda path: len(path.parts) > 1 and path.suffix.lower() in IMAGE_ENDINGS
-    left = [path for path in files if not wanted(path)]
-    if left:
+    if left := [path for path in files if not wanted(path)]:
         listed = ", ".join(map(printable, left[:5])) + (", ..." if len(left) > 5 else "")
         print(f"left out: {len(left)} files outside the class folders or without an image extension: {listed}")
     return [path.as_posix() for path in files if wanted(path)]
@@ -968,9 +963,8 @@ def files_in(folder):
 def read_csv(path, folder, problems):
     """(image, labels, place) of each line; says what was understood."""
     text, encoding = read_text(path)
-    start, columns = re.split("[\r\n]", text.lstrip("\r\n"), maxsplit=1)[0], None
-    for separator in SEPARATORS:
-        columns = columns or find_columns(start, separator, folder)
+    start = re.split("[\r\n]", text.lstrip("\r\n"), maxsplit=1)[0]
+    columns = next(filter(None, (find_columns(start, separator, folder) for separator in SEPARATORS)), None)
     if not columns:
         wanted = f"columns with a {' or '.join(SEPARATORS.values())} between them and a header, such as image,label"
         die(f"{path} needs {wanted}; " + (f"it begins with {start[:80]!r}" if start else "it is empty"))
@@ -1148,7 +1142,8 @@ def visit(images, what, target, rows, compare, finished=lambda rows: None):
     problems = []
     # forked, where that exists: a fresh interpreter for each worker would take seconds and hundreds of megabytes
     context = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
-    workers = ProcessPoolExecutor(cores(), context, initializer=ignore_ctrl_c)
+    # of the processes that Ctrl-C reaches, only the main one speaks
+    workers = ProcessPoolExecutor(cores(), context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN))
     with workers, tqdm(total=len(rows), desc=what, unit="img", leave=False, disable=None) as bar:
         try:
             for chunk, failed in workers.map(visit_chunk, jobs):
@@ -1161,11 +1156,6 @@ def visit(images, what, target, rows, compare, finished=lambda rows: None):
             workers.shutdown(wait=False, cancel_futures=True)
             raise
     return problems
-
-
-def ignore_ctrl_c():
-    """Of the processes that Ctrl-C reaches, only the main one speaks."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def visit_chunk(job):
@@ -1328,8 +1318,7 @@ def fill_cache(args, folder):
     image_folder = folder / info["image_folder"]
     names = {part: read_names(folder, part) for part in parts_of(folder)}
     paths = (image_folder / name for part in names for name in names[part])
-    missing = [str(path) for path in paths if not path.is_file()]
-    if missing:
+    if missing := [str(path) for path in paths if not path.is_file()]:
         listed = "\n  ".join(missing[:1000])
         die(f"{len(missing)} images are missing; put them back and run this again:\n  {listed}")
     if not args.check:

@@ -8,11 +8,9 @@ All that is needed to build the model is in the run: its copy of the script, its
 executed, so open only runs that you trust. An image is turned upright, as the camera held it, and squashed to the size
 of training.
 
-NOTES: The exported model takes pixels of any size and squashes them itself, with torch's antialiased bilinear filter
-instead of PIL's. They round differently: on 60 photos of VOC at 64, 224 and 448 pixels one value in seven differs, by 1
-of 255; on 16 of them the probabilities of two small networks moved by up to 0.0011. The export prints this value on the
-images given, and above 0.05 writes nothing. onnxruntime rounds 6 values in 100,000 in another way than torch, which
-moved the probabilities of tf_efficientnet_lite0 on 20 photos by up to 0.00016.
+NOTES: The exported model squashes pixels of any size itself, with torch's antialiased bilinear filter instead of PIL's:
+on 60 photos of VOC one value in seven differed, by 1 of 255, and probabilities by up to 0.0011; onnxruntime's rounding
+moved them by up to 0.00016. The export prints the difference on the images given, and above 0.05 writes nothing.
 """
 
 import csv
@@ -46,8 +44,8 @@ import data_prep
 
 ON_A_FIGURE = 40  # images; more would be too small to see
 CHECKED = 16  # images on which an exported model is compared with the original
-SAME = {".pt2": 1e-5, ".onnx": 1e-3}  # by what its probabilities may differ from those of the module it was made of
-CLOSE = 0.05  # and from those of this script, whose images are squashed by PIL
+SAME = {".pt2": 1e-5, ".onnx": 1e-3}  # largest difference of its probabilities from those of the original module
+CLOSE = 0.05  # largest difference from those of this script, whose images are squashed by PIL
 
 # ---- 1. Settings
 
@@ -66,7 +64,7 @@ class Args:
     seed: int = 0  # seed of the random draw
     export: str = ""  # .pt2 or .onnx file for the model with its preprocessing
     card: str = ""  # new folder for weights, settings, script and model card, ready for a model hub
-    device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
+    device: str = "auto"  # device: auto, cpu, cuda, cuda:1, ...
 
 
 # ---- 2. The model of a run
@@ -82,8 +80,7 @@ def find_script(run):
         script = common.import_script(path)
     except (Exception, SystemExit) as problem:
         common.die(f"{path}, the run's copy of its script, can't be imported: {common.in_a_line(problem)}")
-    missing = [name for name in ("Args", "PRESETS") if not hasattr(script, name)]
-    if missing:
+    if missing := [name for name in ("Args", "PRESETS") if not hasattr(script, name)]:
         common.die(f"{path} has no {' and no '.join(missing)}: it is not the script of a method")
     return script, config
 
@@ -122,8 +119,7 @@ def tuned_thresholds(run, classes):
         return None
     if not data_prep.fits(tuned, {str: float}):
         common.die(f"{path}: thresholds should be a number for every class")
-    missing = [name for name in classes if name not in tuned]
-    if missing:
+    if missing := [name for name in classes if name not in tuned]:
         common.die(f"{path} has no threshold for {', '.join(missing)}")
     return torch.tensor([tuned[name] for name in classes])
 
@@ -214,12 +210,10 @@ def write_csv(path, files, p, classes):
 
 def draw(path, files, p, thresholds, classes, top):
     """Every image beside its labels, in colour, and the highest of the other probabilities"""
-    plt = data_prep.pyplot()
-    wide = min(len(files), 4)
+    wide, top = min(len(files), 4), min(top, len(classes))
     high = -(-len(files) // wide)
-    top = min(top, len(classes))
     size = 4.4 * wide, max(2.2, 0.2 * top) * high
-    figure, axes = plt.subplots(high, 2 * wide, figsize=size, squeeze=False, layout="constrained")
+    figure, axes = data_prep.pyplot().subplots(high, 2 * wide, figsize=size, squeeze=False, layout="constrained")
     for axis in axes.flat:
         axis.axis("off")
     for file, row, (picture, bars) in zip(files, p, axes.reshape(-1, 2)):
@@ -319,9 +313,8 @@ def export(path, model, size, about, files):
     """Writes path only if it computes what the model does, from the bytes that are written."""
     original, vary = Portable(model.cpu(), size).eval().requires_grad_(False), torch.export.Dim.DYNAMIC
     images = files or [noise(brightest) for brightest in (16, 64, 256)]  # bright noise alone drives a model to 0 or 1
-    pixels = [
-        torch.tensor(np.asarray(data_prep.read_image(file, upright=True))).permute(2, 0, 1)[None] for file in images
-    ]
+    pictures = (np.array(data_prep.read_image(file, upright=True)) for file in images)
+    pixels = [torch.from_numpy(picture).permute(2, 0, 1)[None] for picture in pictures]
     example = torch.zeros(2, 3, size + 3, size + 5, dtype=torch.uint8)  # sizes that nothing takes for constants
     convert, allowed = to_onnx if path.suffix == ".onnx" else to_pt2, SAME[path.suffix]
     try:

@@ -27,7 +27,6 @@ import numpy as np
 import torch
 import tyro
 from PIL import Image
-from tqdm import tqdm
 
 import common
 import data_prep
@@ -48,7 +47,7 @@ class Args:
     classes: int = 20  # classes in the table of AP: the largest differences from AN or, without AN, the lowest (0: all)
     data_root: str = ""  # folder of the data sets, for the page's images if not that of the runs
     seed: int = 0  # seed of the page's choice of images
-    device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
+    device: str = "auto"  # device: auto, cpu, cuda, cuda:1, ...
 
 
 # Test mAP with a ResNet-50 at 448 pixels. Zhou et al. 2022, Table 1; but wan and epr: Cole et al. 2021 as quoted by Xie
@@ -322,13 +321,11 @@ def check(dataset, rows, warn):
             said = [f"{value if value != '' else 'nothing'} ({', '.join(who)})" for value, who in methods.items()]
             warn(f"{dataset}: the runs differ in {name}: {', '.join(said)}")
     first = runs[0]
-    other = next((run for run in runs if run.classes != first.classes), None)
-    if other:
+    if other := next((run for run in runs if run.classes != first.classes), None):
         a, b = next((a, b) for a, b in zip_longest(first.classes, other.classes, fillvalue="none") if a != b)
         counts = f"{len(first.classes)} in {first.path}, {len(other.classes)} in {other.path}"
         warn(f"{dataset}: the runs differ in classes: {counts}; the first that differ are {a} and {b}")
-    short = [str(run.path) for run in runs if any(getattr(run.settings, name) for name in CUT_SHORT)]
-    if short:
+    if short := [str(run.path) for run in runs if any(getattr(run.settings, name) for name in CUT_SHORT)]:
         warn(f"{dataset}: {len(short)} runs were cut short by --max_steps or --smoke: {', '.join(short)}")
     for row in rows:
         seeds = [run.settings.seed for run in row.runs]
@@ -341,8 +338,7 @@ def check(dataset, rows, warn):
         warn(f"{dataset}: without validation the last epoch counts, not the best")
     if not all(run.commit for run in runs):
         warn(f"{dataset}: the commit of some runs is unknown")
-    dirty = [str(run.path) for run in runs if run.commit.endswith("-dirty")]
-    if dirty:
+    if dirty := [str(run.path) for run in runs if run.commit.endswith("-dirty")]:
         warn(f"{dataset}: {len(dirty)} runs with changes that were not committed: {', '.join(dirty)}")
 
 
@@ -459,8 +455,7 @@ def print_tables(datasets, args):
     parts = [overview(datasets)] if len(datasets) > 1 else []
     for name, rows in datasets.items():
         parts += [name, details(rows), footnote(rows)]
-        number_of_classes = len(rows[0].runs[0].AP)
-        if number_of_classes:
+        if number_of_classes := len(rows[0].runs[0].AP):
             table = class_table(rows, args.classes)
             parts += [table, MISSED if "missed" in table[0] else ""]
         if 0 < args.classes < number_of_classes:
@@ -576,7 +571,7 @@ def gallery(rows, args):
     """Test images with the probabilities that one run of each method gives them"""
     device, p, first = common.find_device(args.device), [], None
     chosen = [min(row.runs, key=lambda run: run.settings.seed) for row in rows]
-    for run in tqdm(chosen, desc="test images", leave=False, disable=not sys.stderr.isatty()):
+    for run in common.progress(chosen, "test images"):
         model, settings, classes = predict.load_model(run.path, device)
         root = os.path.abspath(args.data_root) if args.data_root else settings.data_root
         settings = replace(settings, data_root=root, smoke=False)  # the same images for all runs
@@ -590,8 +585,7 @@ def gallery(rows, args):
             common.die(f"{settings.dataset} has no test images")
         if data.classes != classes or not np.array_equal(data.test.images.names, first.test.images.names):
             common.die(f"the test images or classes of {settings.dataset} are not those of all these runs")
-        order = np.random.RandomState(args.seed).permutation(len(data.test))  # rows of the file, all of it test
-        sample = order[:SAMPLE]
+        sample = np.random.RandomState(args.seed).permutation(len(data.test))[:SAMPLE]  # rows of the file
         batches = common.in_batches(sample)
         p.append(torch.cat([predict.probabilities(model, data.test.images[batch], device) for batch in batches]))
     p, observed = torch.stack(p), common.draw_single_positives(data.test.y)  # (methods, images, C), (N, C)
@@ -776,10 +770,8 @@ def grid_csv(names, axes, cells, found):
 def draw_grid(path, names, axes, found):
     """Cells of two settings, a line over one"""
     plt, labels = data_prep.pyplot(), [[common.as_label(value) for value in values] for values in axes]
-    size = (1.6 + 0.62 * len(axes[1]), 1.1 + 0.62 * len(axes[0])) if len(names) == 2 else (4.2, 3)
-    figure, places = plt.subplots(
-        1, len(found), figsize=(size[0] * len(found), size[1]), squeeze=False, layout="constrained"
-    )
+    wide, high = (1.6 + 0.62 * len(axes[1]), 1.1 + 0.62 * len(axes[0])) if len(names) == 2 else (4.2, 3)
+    figure, places = plt.subplots(1, len(found), figsize=(wide * len(found), high), squeeze=False, layout="constrained")
     for axis, (title, (mean, std)) in zip(places[0], found.items()):
         axis.set_title(title, fontsize=11)
         axis.set_xticks(range(len(axes[-1])), labels[-1])

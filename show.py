@@ -31,15 +31,8 @@ EVENLY_SPACED = 8  # images, if none are named
 ON_A_FIGURE = 200  # images; no more fit
 BINS = 25  # of a histogram of probabilities
 KINDS = {"observed positives": "#0072b2", "hidden positives": "#e69f00", "hidden negatives": "#8a8a8a"}  # Okabe and Ito
-FOR_VIEWS = (
-    "class_embeddings",
-    "draw_views",
-    "tile_boxes",
-    "score_views",
-    "aggregate",
-    "deciding_scores",
-    "damp_pseudo_labels",
-)
+FOR_VIEWS = ("class_embeddings", "draw_views", "tile_boxes", "score_views", "aggregate", "deciding_scores")
+FOR_VIEWS += ("damp_pseudo_labels",)
 
 # ---- 1. Settings
 
@@ -51,7 +44,7 @@ class Args:
     probabilities: bool = False  # distributions of the best model's predictions for all training images
     out: str = ""  # folder of the pictures if not the run directory
     data_root: str = ""  # folder of the data sets if not that of the run
-    device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
+    device: str = "auto"  # device: auto, cpu, cuda, cuda:1, ...
 
 
 # ---- 2. What the run saw
@@ -61,7 +54,7 @@ def load_data(settings, working_directory, device):
     """The run's data. From here on relative paths are those of the run, where its data set is found so."""
     folder = common.dataset_folder(settings)
     if Path(working_directory).is_dir() and Path(working_directory, folder).is_dir():
-        os.chdir(working_directory)
+        os.chdir(working_directory or ".")
     if not folder.is_dir():  # before load() makes scenes
         common.die(f"{folder} not found: pass the folder of the data sets as --data_root")
     return common.load(settings, device)
