@@ -6,6 +6,7 @@ import ctypes
 import difflib
 import hashlib
 import importlib.util
+import inspect
 import io
 import itertools
 import json
@@ -198,10 +199,9 @@ def read_run_settings(args_class, run):
     config = read_config(Path(run))
     # JSON has no tuples
     settings = {name: tuple(v) if isinstance(v, list) else v for name, v in config["settings"].items()}
-    try:
-        return replace(args_class(**settings), resume="", eval_only="", name="")
-    except TypeError as problem:
-        die(f"{run} was made by another script or version, {config['method']}.py ({problem})")
+    if unknown := sorted(settings.keys() - {field.name for field in fields(args_class)}):
+        die(f"{run} was made by another script or version, {config['method']}.py, with --{unknown[0]}")
+    return replace(args_class(**settings), resume="", eval_only="", name="")
 
 
 def read_config(run):
@@ -551,7 +551,7 @@ def make_body(args):
         width, head = projection or net.head_hidden_size, net.pretrained_cfg.get("classifier") or ()
         head = () if projection else head
     if fresh and args.weights not in ("imagenet", "none"):
-        load_body(net, args.weights, head)
+        load_body(net, name, args.weights, head)
     return net, width, mean, std
 
 
@@ -600,7 +600,7 @@ def from_hub(name, make):
         logging.disable(logging.NOTSET)
 
 
-def load_body(net, path, head):
+def load_body(net, name, path, head):
     """A local .pth or .safetensors file, or a run's best.pt, into the backbone; what comes after it is left out"""
     state = read_state(path)
     state = next((state[key] for key in ("state_dict", "model") if isinstance(state.get(key), dict)), state)
@@ -614,7 +614,7 @@ def load_body(net, path, head):
     }
     if any(problems.values()):
         listed = "; ".join(f"{len(keys)} {what}: {', '.join(keys[:3])}" for what, keys in problems.items() if keys)
-        die(f"{path} doesn't fit the backbone ({listed})")
+        die(f"{path} doesn't fit --backbone {name} ({listed})")
     net.load_state_dict(state, strict=False)
 
 
@@ -1149,6 +1149,9 @@ class Run:
             die(f"{given} was made by {config['method']}.py: give it to that script")
         if apart := differences(identity(self.method, config["settings"]), identity(self.method, asdict(args))):
             die(f"{given} has other settings: {apart}. Choose the same settings, or another --name")
+        files = dataset_folder(args).glob("formatted_*.npy")
+        if path.exists() and any(file.stat().st_mtime > path.stat().st_mtime for file in files):
+            print(f"note: {args.dataset} was written after {given}: if it has changed, choose another --name")
         if args.eval_only:
             return ""
         if Path(given, "script.py").read_bytes() != self.script.read_bytes():
@@ -1158,9 +1161,6 @@ class Run:
             named = {"test mAP": result.get("test_mAP"), "val known mAP": result.get("val_known_mAP")}
             mAP = "".join(f", {name} {value:.2f}" for name, value in named.items() if value is not None)
             print(f"{given}: finished after epoch {result.get('last_epoch')}{mAP}")
-            files = dataset_folder(args).glob("formatted_*.npy")
-            if any(file.stat().st_mtime > path.stat().st_mtime for file in files):
-                print(f"note: {args.dataset} was written after that: if it has changed, choose another --name")
             return None
         if config["processes"] != world():
             print(f"note: started with {config['processes']} processes; with {world()} the numbers differ a little")
@@ -1221,8 +1221,9 @@ class Run:
             model.compile()
         more = {"device_ids": [self.device] if self.device.type == "cuda" else None}
         # not in every forward, of which a step may have several: predict() broadcasts the statistics
-        more |= {"find_unused_parameters": find_unused_parameters, "broadcast_buffers": False}
-        return nn.parallel.DistributedDataParallel(model, **more) if world() > 1 else model
+        ddp, name = nn.parallel.DistributedDataParallel, "forward_sync_buffers"  # before torch 2.13: broadcast_buffers
+        more |= {name if name in inspect.signature(ddp).parameters else "broadcast_buffers": False}
+        return ddp(model, find_unused_parameters=find_unused_parameters, **more) if world() > 1 else model
 
     def check_batch_norms(self, places):
         """Over all processes with --sync_bn; else a process may have too few images for statistics of its own"""
@@ -1254,6 +1255,8 @@ class Run:
     def embed_features(self, model, data):
         if not (hasattr(model, "body") and hasattr(model, "features")):
             die(f"--linear needs a model with a body and features(x), which {type(model).__name__} doesn't have")
+        if getattr(self.args, "weights", "") == "none" and not start_from(self.args) and rank() == 0:
+            print("warning: --linear on random weights: add --weights FILE or --init_from RUN", flush=True)
         model.eval().body.requires_grad_(False)
         weights = hash_tensors(model.body.state_dict())
         key = {"backbone": self.args.backbone, "weights": weights, "size": self.args.image_size}
@@ -1525,7 +1528,9 @@ class Run:
             return
         print(f"{self.directory}: {in_words({self.criterion: self.validation_mAP(logits)}, test)}")
         path = self.directory / "result.json"
-        if self.by_known_labels and path.exists():
+        if self.by_known_labels and not path.exists():
+            print("note: the run is unfinished: these thresholds are not kept")
+        elif self.by_known_labels:
             self.best = self.describe_thresholds(p, thresholds)
             data_prep.write_json(path, read_json(path, "") | self.best)
             self.tell_thresholds()

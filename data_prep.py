@@ -849,7 +849,7 @@ def read_custom(args):
     if problems:
         shown = "\n  ".join(problems[:30])
         more = f"\n  ... and {len(problems) - 30} more" if len(problems) > 30 else ""
-        die(f"{len(problems)} problems, nothing was written:\n  {shown}{more}")
+        die(f"{len(problems)} problem{'s' * (len(problems) > 1)}, nothing was written:\n  {shown}{more}")
 
     names = {part: [image for image, _, _ in table] for part, table in tables.items()}
     labels = {}

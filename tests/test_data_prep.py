@@ -787,7 +787,7 @@ def test_tables_of_many_programs(pets, workplace, capsys, text):
 JUNK = {  # what is in the file: the sentence
     b"": r"odd.csv needs columns .* it is empty",
     b"\n \n\n": r"odd.csv needs columns .* it begins with ' '",
-    b"image,label\n": r"1 problems, nothing was written:\n  there is no training image",
+    b"image,label\n": r"1 problem, nothing was written:\n  there is no training image",
     b"image\n0.png\n": r"odd.csv needs columns .* it begins with 'image'",
     b"0,0.png,cat\n1,1.png,dog\n": r"odd.csv needs columns .* it begins with '0,0.png,cat'",
     b"bild,wort\n0.png,cat\n": r"odd.csv needs columns .* a header, such as image,label; it begins with 'bild,wort'",
@@ -1153,7 +1153,7 @@ def test_another_json_is_one_sentence(pets, tmp_path, content):
 def test_tasks_that_nobody_did(pets, tmp_path):
     for content in ([], [{"data": {"image": "8.png"}, "predictions": []}]):
         (tmp_path / "done.json").write_text(json.dumps(content))
-        with pytest.raises(SystemExit, match="1 problems, nothing was written:\n  there is no validation image"):
+        with pytest.raises(SystemExit, match="1 problem, nothing was written:\n  there is no validation image"):
             data_prep.prepare(settings("custom", tmp_path, **{**pets, "val": str(tmp_path / "done.json")}))
 
 

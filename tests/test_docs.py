@@ -12,7 +12,8 @@ from conftest import ROOT
 
 import common
 
-METHODS = [path.stem for path in ROOT.glob("*.py") if "# ---- 2. Method" in path.read_text()]
+NAMED = re.findall(r"^\| \[`(\w+)\.py`\]", (ROOT / "README.md").read_text(), re.M)  # a copy needs no page
+METHODS = [path.stem for path in ROOT.glob("*.py") if "# ---- 2. Method" in path.read_text() and path.stem in NAMED]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 HEADINGS = ["Equations", "Settings", "Differences", "Results", "Looking inside"]
 REFUSED = {"operatorname", "mbox", "phantom", "newcommand", "def", "require", "label", "ref"}  # by GitHub's math

@@ -192,6 +192,9 @@ def test_a_run_with_known_labels_alone(known_only, script, workplace):
     assert all(other["thresholds"][name] <= result["thresholds"][name] for name in data.classes)
     assert other["labels_per_image"] > result["labels_per_image"]
     assert {**other, "thresholds": 0, "labels_per_image": 0} == {**result, "thresholds": 0, "labels_per_image": 0}
+    (run / "result.json").unlink()
+    assert "the run is unfinished: these thresholds are not kept" in script("an.py", "--eval_only", run)
+    data_prep.write_json(run / "result.json", other)
     with pytest.raises(SystemExit):
         script("predict.py", run, f"{known_only}/images/val_0.png")
 

@@ -363,7 +363,7 @@ def test_penalties_train(script, squares, workplace):
 
 def test_linear_embeds_once_and_serves_as_a_start(script, squares, workplace):
     command = ("an.py", "--dataset", squares, *SMALL, "--workers", 0, "--lr", 0.1, "--epochs", 3)
-    script(*command, "--linear", "--out", "linear")
+    assert "warning: --linear on random weights" in script(*command, "--linear", "--out", "linear")
     (linear,) = (workplace / "linear").iterdir()
     embeddings = {path: path.stat().st_mtime_ns for path in (workplace / "data/embeddings").rglob("*")}
     assert len([path for path in embeddings if path.name == "all.npy"]) == 4  # train plain and flipped, val, test

@@ -94,10 +94,14 @@ def test_a_finished_run_tells_what_has_changed_since(squares, whole, script, wor
     mine = workplace / "an.py"
     mine.write_text((ROOT / "an.py").read_text() + "# mine\n")
     flags = ("--dataset", "squares", *FLAGS, "--name", "first")
-    changed, finished, written = script(mine, *flags).splitlines()
+    written, changed, finished = script(mine, *flags).splitlines()
     assert changed.startswith("note: an.py has changed since runs/first began")
     assert finished.startswith("runs/first: finished after epoch 3, test mAP")
-    assert written == "note: squares was written after that: if it has changed, choose another --name"
+    assert written == "note: squares was written after runs/first: if it has changed, choose another --name"
+    config = json.loads((workplace / "runs/first/config.json").read_text())
+    config["settings"]["dataset"] = str(workplace / "data/squares")
+    (workplace / "runs/first/config.json").write_text(json.dumps(config))
+    assert "squares was written after runs/first" in script("an.py", "--eval_only", "runs/first")
 
 
 def test_a_name_belongs_to_one_run(squares, whole, script, workplace):
