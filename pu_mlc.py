@@ -222,7 +222,7 @@ if __name__ == "__main__":
     if args.one_cycle:
         state["scheduler"] = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, max(6, steps), pct_start=0.2)
     ema = dict(ema=copy.deepcopy(common.unwrap(model)).requires_grad_(False)) if args.ema else {}
-    first = 100 * args.ema ** (-(-len(data.train) // args.batch_size) * args.epochs) if args.ema else 0
+    first = 100 * args.ema ** (-(-len(data.train) // args.batch_size) * args.epochs)
     if first > 5 and not data.val and common.rank() == 0:
         print(f"warning: the EMA, which is kept, will still be {first:.0f} % initial weights: lower --ema", flush=True)
     views, images = None, data.train.images
