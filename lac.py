@@ -35,6 +35,7 @@ import common
 
 FIRST_LAYERS = ("conv1.", "layer1.", "conv_stem.", "blocks.0.", "stem.", "stages.0.", "s1.", "0.")
 ANCHORS_AT_ONCE = 1024  # bounds the memory of L_LAC
+LOG_OF_NOTHING = -1e30  # instead of -inf, whose gradient is NaN
 
 
 Confidence = Annotated[float, common.Limit("between 0.5 and 1", lambda value: 0.5 <= value <= 1)]
@@ -129,33 +130,43 @@ def plc_loss(logits_strong, p_weak, z, delta, form="paper"):
     return -(positive + negative).sum() / number
 
 
-def anchor_losses(embed_a, class_a, own, embed_b, class_b, tau, denominator):
-    """The sum over some anchors of lac_loss"""
-    similar = embed_a @ embed_b.T / tau  # (A, M)
+def sums_over(embed_b, class_b, embed_a, class_a, own, tau, denominator):
+    """Of anchors a over some b, (3, A): the log of what the denominator sums, the sum of a b / tau over the b of the
+    anchor's class, and their number"""
+    similar = embed_a / tau @ embed_b.T  # (A, M)
     there = (class_b >= 0) & (torch.arange(len(class_b), device=own.device) != own[:, None])
     same = (class_a[:, None] == class_b) & there
-    below = there & ~same if denominator == "inter" else there  # what the denominator sums over
-    alone = ~below.any(1, keepdim=True)
-    log_total = similar.masked_fill(~(below | alone), -torch.inf).logsumexp(1, keepdim=True)
-    log_p = torch.where(same & ~alone, similar - log_total, 0).sum(1)
-    return -(log_p if denominator == "inter" else log_p / same.sum(1).clamp(min=1)).sum()
+    below = there & ~same if denominator == "inter" else there
+    log_total = similar.masked_fill(~below, LOG_OF_NOTHING).logsumexp(1)
+    return torch.stack([log_total, torch.where(same, similar, 0).sum(1), same.sum(1)])
 
 
-def lac_loss(embed_a, class_a, embed_b, class_b, tau, denominator="inter", own=None):
+def lac_loss(embed_a, class_a, embed_b, class_b, tau, denominator="inter", own=None, live=None):
     """Eq. 7, over the number of anchors a instead of B: the sum over the b of an anchor's class of
     -log(exp(a b / tau) / sum over the b of other classes of exp(a b / tau)); 0 for an anchor without such. "all": the
     mean over the b of its class, and the sum over all b. Class -1 is no anchor and nothing to compare with; `own` (A,)
-    are rows of b that are the anchors themselves, and left out"""
+    are rows of b that are the anchors themselves, and left out; from row `live` on a and b are past: constants"""
     precise = torch.promote_types(torch.promote_types(embed_a.dtype, embed_b.dtype), torch.float32)
     embed_a, embed_b = embed_a.to(precise), embed_b.to(precise)
     if not len(embed_a) or not len(embed_b):
         return 0 * (embed_a.sum() + embed_b.sum())
     own = torch.full_like(class_a, -1) if own is None else own
-    portions = zip(*(side.split(ANCHORS_AT_ONCE) for side in (embed_a, class_a, own)))
-    rest, plain = (embed_b, class_b, tau, denominator), {"use_reentrant": False, "preserve_rng_state": False}
+    live = max(len(embed_a), len(embed_b)) if live is None else live
+    embed_a = torch.cat([embed_a[:live], embed_a[live:].detach()])
+    now, past = (embed_b[:live], class_b[:live]), (embed_b[live:].detach(), class_b[live:])
+    plain, sums = dict(use_reentrant=False, preserve_rng_state=False, tau=tau, denominator=denominator), []
     with torch.autocast(embed_a.device.type, enabled=False):
-        total = sum(checkpoint(anchor_losses, *some, *rest, **plain) for some in portions)
-    return total / (class_a >= 0).sum().clamp(min=1)
+        for start in range(0, len(embed_a), ANCHORS_AT_ONCE):
+            some = slice(start, start + ANCHORS_AT_ONCE)
+            a = embed_a[some] if start < live else embed_a[some].detach()
+            over_now = checkpoint(sums_over, *now, a, class_a[some], own[some], **plain)
+            over_past = checkpoint(sums_over, *past, a, class_a[some], own[some] - live, **plain)
+            sums.append(torch.stack([over_now, over_past]))
+    log_total, similar, count = torch.cat(sums, 2).unbind(1)  # (2, A) each
+    log_total, similar, count = log_total.logsumexp(0), similar.sum(0), count.sum(0)
+    log_p = torch.where(log_total > LOG_OF_NOTHING / 2, similar - count * log_total, 0)
+    total = (log_p if denominator == "inter" else log_p / count.clamp(min=1)).sum()
+    return -total / (class_a >= 0).sum().clamp(min=1)
 
 
 class Queue(nn.Module):
@@ -194,10 +205,10 @@ def compare(embed_weak, embed_strong, chosen, queue, rows, args):
     if args.form == "release":
         embed, both = torch.cat([*views, past]), torch.cat([classes, classes, past_classes])
         own = torch.arange(len(both), device=both.device)
-        loss = lac_loss(embed, both, embed, both, args.tau, "all", own)
+        loss = lac_loss(embed, both, embed, both, args.tau, "all", own, live=2 * len(classes))
     else:
         others, kinds = torch.cat([views[1], past]), torch.cat([classes, past_classes])
-        loss = lac_loss(views[0], classes, others, kinds, args.tau, args.denominator)
+        loss = lac_loss(views[0], classes, others, kinds, args.tau, args.denominator, live=len(classes))
         if args.denominator == "inter":
             loss = loss * chosen.sum() / chosen.numel()  # Eq. 7 divides by B = b * q
     kept = torch.stack(views[: queue.embed.shape[1]], 1).detach()

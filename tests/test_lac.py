@@ -219,6 +219,30 @@ def test_an_anchor_is_not_compared_with_itself():
     assert got.item() == pytest.approx(sum(terms) / 8, abs=1e-10)
 
 
+@pytest.mark.parametrize("at_once", [1024, 3])
+@pytest.mark.parametrize("denominator", ["inter", "all"])
+def test_the_past_is_constant(denominator, at_once, monkeypatch):
+    """8 embeddings of this batch, 12 of the past among anchors and all else: they count alike and take no gradient"""
+    monkeypatch.setattr(lac, "ANCHORS_AT_ONCE", at_once)
+    (embed, classes), own = embeddings(20, 3, 1), torch.arange(20)
+    now, all_of_them = embed[:8].clone().requires_grad_(), embed.clone().requires_grad_()
+    together = torch.cat([now, embed[8:]])
+    plain = lac.lac_loss(together, classes, together, classes, 0.5, denominator, own)
+    loss = lac.lac_loss(all_of_them, classes, all_of_them, classes, 0.5, denominator, own, live=8)
+    assert loss.item() == pytest.approx(plain.item(), abs=1e-12)
+    if denominator == "all":
+        rest = lambda i: [j for j in range(20) if j != i]
+        terms = [
+            slow_lac([embed[i].tolist()], [classes[i]], embed[rest(i)].tolist(), classes[rest(i)].tolist(), 0.5, "all")
+            for i in range(20)
+        ]
+        assert loss.item() == pytest.approx(sum(terms) / 20, abs=1e-10)
+    plain.backward()
+    loss.backward()
+    torch.testing.assert_close(all_of_them.grad[:8], now.grad)
+    assert not all_of_them.grad[8:].any()
+
+
 @pytest.mark.parametrize("denominator", ["inter", "all"])
 def test_lac_of_nothing_is_0(denominator):
     (a, class_a), nothing = embeddings(3, 2, 0), torch.zeros(0, 6, dtype=torch.float64, requires_grad=True)
