@@ -18,6 +18,7 @@ import copy
 import math
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Annotated, Literal
 
@@ -130,13 +131,13 @@ def plc_loss(logits_strong, p_weak, z, delta, form="paper"):
     return -(positive + negative).sum() / number
 
 
-def sums_over(embed_b, class_b, embed_a, class_a, own, tau, denominator):
+def sums_over(embed_b, class_b, embed_a, class_a, own, tau, inter):
     """Of anchors a over some b, (3, A): the log of what the denominator sums, the sum of a b / tau over the b of the
     anchor's class, and their number"""
     similar = embed_a / tau @ embed_b.T  # (A, M)
     there = (class_b >= 0) & (torch.arange(len(class_b), device=own.device) != own[:, None])
     same = (class_a[:, None] == class_b) & there
-    below = there & ~same if denominator == "inter" else there
+    below = there & ~same if inter else there
     log_total = similar.masked_fill(~below, LOG_OF_NOTHING).logsumexp(1)
     return torch.stack([log_total, torch.where(same, similar, 0).sum(1), same.sum(1)])
 
@@ -147,25 +148,24 @@ def lac_loss(embed_a, class_a, embed_b, class_b, tau, denominator="inter", own=N
     mean over the b of its class, and the sum over all b. Class -1 is no anchor and nothing to compare with; `own` (A,)
     are rows of b that are the anchors themselves, and left out; from row `live` on a and b are past: constants"""
     precise = torch.promote_types(torch.promote_types(embed_a.dtype, embed_b.dtype), torch.float32)
-    embed_a, embed_b = embed_a.to(precise), embed_b.to(precise)
+    embed_a, embed_b, inter = embed_a.to(precise), embed_b.to(precise), denominator == "inter"
     if not len(embed_a) or not len(embed_b):
         return 0 * (embed_a.sum() + embed_b.sum())
     own = torch.full_like(class_a, -1) if own is None else own
-    live = max(len(embed_a), len(embed_b)) if live is None else live
-    embed_a = torch.cat([embed_a[:live], embed_a[live:].detach()])
+    live = max(len(embed_a), len(embed_b)) if live is None else live  # none are past
+    starts = [*range(0, min(live, len(class_a)), ANCHORS_AT_ONCE), *range(live, len(class_a), ANCHORS_AT_ONCE)]
     now, past = (embed_b[:live], class_b[:live]), (embed_b[live:].detach(), class_b[live:])
-    plain, sums = dict(use_reentrant=False, preserve_rng_state=False, tau=tau, denominator=denominator), []
+    over = partial(checkpoint, sums_over, use_reentrant=False, preserve_rng_state=False, tau=tau, inter=inter)
+    sums = []
     with torch.autocast(embed_a.device.type, enabled=False):
-        for start in range(0, len(embed_a), ANCHORS_AT_ONCE):
-            some = slice(start, start + ANCHORS_AT_ONCE)
-            a = embed_a[some] if start < live else embed_a[some].detach()
-            over_now = checkpoint(sums_over, *now, a, class_a[some], own[some], **plain)
-            over_past = checkpoint(sums_over, *past, a, class_a[some], own[some] - live, **plain)
-            sums.append(torch.stack([over_now, over_past]))
-    log_total, similar, count = torch.cat(sums, 2).unbind(1)  # (2, A) each
-    log_total, similar, count = log_total.logsumexp(0), similar.sum(0), count.sum(0)
-    log_p = torch.where(log_total > LOG_OF_NOTHING / 2, similar - count * log_total, 0)
-    total = (log_p if denominator == "inter" else log_p / count.clamp(min=1)).sum()
+        for start, end in pairwise([*starts, len(class_a)]):
+            a = embed_a[start:end] if start < live else embed_a[start:end].detach()
+            classes, rows = class_a[start:end], own[start:end]
+            sums.append(torch.stack([over(*now, a, classes, rows), over(*past, a, classes, rows - live)]))
+    log_totals, together, number = torch.cat(sums, 2).unbind(1)  # over now and past: (2, A) each
+    log_total, together, number = log_totals.logsumexp(0), together.sum(0), number.sum(0)
+    log_p = torch.where(log_total > LOG_OF_NOTHING / 2, together - number * log_total, 0)
+    total = (log_p if inter else log_p / number.clamp(min=1)).sum()
     return -total / (class_a >= 0).sum().clamp(min=1)
 
 

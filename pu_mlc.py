@@ -218,11 +218,12 @@ if __name__ == "__main__":
     weights = [w for w in model.parameters() if w.requires_grad]
     optimizer = torch.optim.Adam(weights, lr=args.lr, weight_decay=args.weight_decay, fused=True)
     # new vs an.py: schedule, EMA and crops, where they are on
-    steps, state = -(-len(data.train) // args.batch_size) * args.one_cycle, {}
+    batches, state = -(-len(data.train) // args.batch_size), {}
     if args.one_cycle:
-        state["scheduler"] = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, max(6, steps), pct_start=0.2)
+        steps = max(6, batches * args.one_cycle)  # 5 divide by 0
+        state["scheduler"] = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, steps, pct_start=0.2)
     ema = dict(ema=copy.deepcopy(common.unwrap(model)).requires_grad_(False)) if args.ema else {}
-    first = 100 * args.ema ** (-(-len(data.train) // args.batch_size) * args.epochs)
+    first = 100 * args.ema ** (batches * args.epochs)
     if first > 5 and not data.val and common.rank() == 0:
         print(f"warning: the EMA, which is kept, will still be {first:.0f} % initial weights: lower --ema", flush=True)
     views, images = None, data.train.images
