@@ -11,7 +11,7 @@ selected labels, the observed ones among them, L_LAC a SupCon loss in which both
 the default, since validation prefers it (docs/results.md). The release also has two decoder layers (`--decoder_layers
 2`), no input normalisation, ColorJitter and greyscale in the strong view, a flip of its own for each view, and stage-1
 delta 0.5 for CUB. Under torchrun L_LAC compares with each process's own strong views and the queue of all, and means
-are over each process's anchors. docs/lac.md has the rest.
+are over each process's anchors and selected labels. docs/lac.md has the rest.
 """
 
 import copy

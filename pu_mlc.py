@@ -223,9 +223,9 @@ if __name__ == "__main__":
         steps = max(6, batches * args.one_cycle)  # 5 divide by 0
         state["scheduler"] = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, steps, pct_start=0.2)
     ema = dict(ema=copy.deepcopy(common.unwrap(model)).requires_grad_(False)) if args.ema else {}
-    first = 100 * args.ema ** (batches * args.epochs)
-    if first > 5 and not data.val and common.rank() == 0:
-        print(f"warning: the EMA, which is kept, will still be {first:.0f} % initial weights: lower --ema", flush=True)
+    old = 100 * args.ema ** (batches * args.epochs)
+    if old > 5 and not data.val and common.rank() == 0:
+        print(f"warning: the EMA, which is kept, will still be {old:.0f} % initial weights: lower --ema", flush=True)
     views, images = None, data.train.images
     if args.crops:  # of images of 512 pixels, for 448
         larger = images.from_files(round(args.image_size * 8 / 7), images.resample)

@@ -591,7 +591,8 @@ def methods(bench):
     sizes, size = (K // 4, K // 2, K), f"{images} x {classes} anchors"
     loss = lambda k: partial(seconds, lac_loss_of, images * classes, k, classes, bench.device)
     times = interleave(repeats, **{str(k): loss(k) for k in sizes})
-    yield growth(6, f"exponent of L_LAC's time in K, {size}, K up to {K}", sizes, list(times.values()), "s")
+    what = f"exponent of L_LAC's time in K, --form paper, {size}, K up to {K}"
+    yield growth(6, what, sizes, list(times.values()), "s")
     a, b = (added_memory(bench, lac_loss_of, n * classes, K, classes, bench.device) for n in (images, images // 4))
     yield Row(6, f"L_LAC's memory, {size}, K {K}, over a quarter", a, b, "MB", a / b, at_most=1.5)
 
@@ -622,7 +623,7 @@ def lac_rates(bench, *stage):
 
 
 def lac_loss_of(anchors, k, classes, device):
-    """L_LAC, forward and backward, of so many anchors and a queue of k"""
+    """The paper's L_LAC, forward and backward, of so many anchors and a queue of k"""
     a, b = (F.normalize(torch.randn(n, 128, device=device), dim=1).requires_grad_() for n in (anchors, k))
     class_a, class_b = (torch.arange(n, device=device) % classes for n in (anchors, k))
     lac.lac_loss(a, class_a, b, class_b, lac.Args.tau).backward()

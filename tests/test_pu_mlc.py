@@ -512,7 +512,7 @@ def test_two_processes_with_unequal_shares(squares, workplace):
 
 
 def test_two_processes_with_one_image_each(squares, workplace):
-    more = ("--max_steps", 3, "--batch_size", 3)  # shares of 2 and 1: one process mixes, the other has no pair
+    more = ("--max_steps", 3, "--batch_size", 3)  # shares of 2 and 1: where one has no pair, neither mixes
     out = finish(start(*TORCHRUN, ROOT / "pu_mlc.py", *flags(squares), *more, cwd=workplace))
     assert "best epoch 1" in out
 

@@ -329,6 +329,7 @@ LAC = ("lac.py", "--dim", 16, "--ffn", 16, "--project_dim", 8, "--queue", 16)
     [
         (("an.py",), 3, {2}),
         (("an.py", "--linear"), 3, {2}),
+        (("pu_mlc.py",), 3, {3}),  # mixed images have a graph of their own
         (LAC, 2, {2, 3}),  # of a CPU's code one fits a range of batch sizes only; a stage has two epochs here
     ],
 )
