@@ -38,7 +38,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import torchvision
 import tyro
 from PIL import Image
 from torch import nn
@@ -529,6 +528,8 @@ def full_precision(logits):
 
 def make_body(args):
     """--backbone and --weights -> (module: normalised pixels -> (B, D), D, mean, std)"""
+    import torchvision  # takes a second, which neither --help nor a refused setting needs
+
     if not (hasattr(args, "backbone") and hasattr(args, "weights")):
         die("Args lacks backbone or weights, which this model is made of: put the field back")
     name, fresh = args.backbone, not start_from(args)
