@@ -35,7 +35,7 @@ import common
 # ---- 1. Settings
 
 FIRST_LAYERS = ("conv1.", "layer1.", "conv_stem.", "blocks.0.", "stem.", "stages.0.", "s1.", "0.")
-ANCHORS_AT_ONCE = 1024  # bounds the memory of L_LAC
+ANCHORS_AT_ONCE = 256  # bounds the memory of L_LAC
 LOG_OF_NOTHING = -1e30  # instead of -inf, whose gradient is NaN
 
 
