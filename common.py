@@ -1152,7 +1152,7 @@ class Run:
             die(f"{given} has other settings: {apart}. Choose the same settings, or another --name")
         files = dataset_folder(args).glob("formatted_*.npy")
         if path.exists() and any(file.stat().st_mtime > path.stat().st_mtime for file in files):
-            print(f"note: {args.dataset} was written after {given}: if it has changed, choose another --name")
+            print(f"note: {args.dataset} was written after {given}: if it has changed, start a new run")
         if args.eval_only:
             return ""
         if Path(given, "script.py").read_bytes() != self.script.read_bytes():

@@ -97,7 +97,7 @@ def test_a_finished_run_tells_what_has_changed_since(squares, whole, script, wor
     written, changed, finished = script(mine, *flags).splitlines()
     assert changed.startswith("note: an.py has changed since runs/first began")
     assert finished.startswith("runs/first: finished after epoch 3, test mAP")
-    assert written == "note: squares was written after runs/first: if it has changed, choose another --name"
+    assert written == "note: squares was written after runs/first: if it has changed, start a new run"
     config = json.loads((workplace / "runs/first/config.json").read_text())
     config["settings"]["dataset"] = str(workplace / "data/squares")
     (workplace / "runs/first/config.json").write_text(json.dumps(config))
