@@ -174,11 +174,12 @@ def on_cpu(args):
 
 def preset_settings(args_class, presets, given):
     """The settings if nothing but `given` data set, --known_ratio, --linear and --device were said: presets[dataset],
-    with --known_ratio presets["<dataset> partial"] if there is one. Your own images on a CPU have presets[CPU], unless
-    the model is chosen by hand. presets["--linear"] comes on top."""
+    your own images on a CPU presets[CPU], unless the model is chosen by hand, and presets["--linear"] on top. With
+    --known_ratio a row's "<name> partial" takes its place, if there is one."""
     name, plain = Path(given.dataset).name, args_class()
     paper = "coco" if name == "coco_all" else name  # with the images that have no label
-    preset = presets.get(f"{paper} partial" if given.known_ratio else paper, presets.get(paper, {}))
+    row = lambda name: presets.get(f"{name} partial" if given.known_ratio else name, presets.get(name, {}))
+    preset = row(paper)
     said = lambda setting: getattr(given, setting, 0) != getattr(plain, setting, 0)
     unwanted = {"clip_model"} if said("clip_pretrained") else set()
     unwanted |= {"linear", "freeze_backbone"} if getattr(given, "weights", "") == "none" else set()  # nothing to keep
@@ -187,7 +188,7 @@ def preset_settings(args_class, presets, given):
     if name not in {*presets, *KNOWN} and on_cpu(given) and not by_hand:
         preset = laptop
     if given.linear or preset.get("linear"):
-        preset = preset | presets.get("--linear", {})
+        preset = preset | row("--linear")
     try:
         return args_class(dataset=given.dataset, **preset)
     except TypeError as problem:

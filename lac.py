@@ -9,9 +9,9 @@ NOTES: paper and release balance the three losses differently; `--form` selects 
 L_AN and L_PLC summed over classes; Eq. 7 can be negative. "release": L_AN a mean over B*C, L_PLC over the number of
 selected labels, the observed ones among them, L_LAC a SupCon loss in which both views of batch and queue are anchors:
 the default, since validation prefers it (docs/results.md). The release also has two decoder layers (`--decoder_layers
-2`), no input normalisation, ColorJitter and greyscale in the strong view, a flip of its own for each view, and stage-1
-delta 0.5 for CUB. Under torchrun L_LAC compares with each process's own strong views and the queue of all, and means
-are over each process's anchors and selected labels. docs/lac.md has the rest.
+2`), no input normalisation, ColorJitter and greyscale in the strong view, and a flip of its own for each view. Under
+torchrun L_PLC's mean is over each process's selected labels, and the paper's L_LAC compares with each process's own
+strong views and the queue of all. docs/lac.md has the rest.
 """
 
 import copy
@@ -19,6 +19,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal
 
@@ -202,17 +203,23 @@ def compare(embed_weak, embed_strong, chosen, queue, rows, args):
     classes = torch.where(chosen, torch.arange(chosen.shape[1], device=chosen.device), -1).flatten()
     views = [embed_weak.flatten(0, 1), embed_strong.flatten(0, 1)]  # (B * C, project_dim) each
     past, past_classes = queue.embed.transpose(0, 1).flatten(0, 1), queue.classes.repeat(queue.embed.shape[1])
+    new = from_all(torch.stack(views[: queue.embed.shape[1]], 1).detach(), rows)
+    new_classes = from_all(classes, rows)
     if args.form == "release":
+        if common.world() > 1:  # the other processes' embeddings are constants here, as past ones are
+            others = new_classes.clone()
+            others[common.rank() :: common.world()] = -1
+            past, past_classes = torch.cat([*new.unbind(1), past]), torch.cat([others, others, past_classes])
         embed, both = torch.cat([*views, past]), torch.cat([classes, classes, past_classes])
         own = torch.arange(len(both), device=both.device)
         loss = lac_loss(embed, both, embed, both, args.tau, "all", own, live=2 * len(classes))
+        loss = loss + (common.world() - 1) * (loss - loss.detach())  # gradients add up, of which DDP takes the mean
     else:
         others, kinds = torch.cat([views[1], past]), torch.cat([classes, past_classes])
         loss = lac_loss(views[0], classes, others, kinds, args.tau, args.denominator, live=len(classes))
         if args.denominator == "inter":
             loss = loss * chosen.sum() / chosen.numel()  # Eq. 7 divides by B = b * q
-    kept = torch.stack(views[: queue.embed.shape[1]], 1).detach()
-    queue.push(from_all(kept, rows), from_all(classes, rows))
+    queue.push(new, new_classes)
     return loss
 
 
@@ -223,17 +230,6 @@ def shear(image, x, y):
 
 def translate(image, x, y):
     return pictures.affine(image, 0.0, [int(x * image.width), int(y * image.height)], 1.0, [0.0, 0.0])
-
-
-def sharpen(image, by):
-    """torchvision's adjust_sharpness(image, 1 + by), whose filter of PIL takes three times as long"""
-    sharp = np.array(image)
-    near, inside = sharp.astype(np.uint16), sharp[1:-1, 1:-1]
-    near = near[:-2] + near[1:-1] + near[2:]
-    near = near[:, :-2] + near[:, 1:-1] + near[:, 2:]  # sums of 3 x 3
-    smooth = ((2 * (near + 4 * inside.astype(np.uint16)) + 13) // 26).astype(np.float32)  # over 13, rounded
-    inside[:] = np.clip(smooth + np.float32(1 + by) * (inside - smooth), 0, 255)
-    return Image.fromarray(sharp)
 
 
 STRENGTH = 9 / 30  # RandAugment's magnitude
@@ -247,7 +243,7 @@ OPERATIONS = (  # RandAugment's operations of an image and a magnitude, their ma
     (lambda image, by: pictures.adjust_brightness(image, 1 + by), 0.9 * STRENGTH, True),
     (lambda image, by: pictures.adjust_saturation(image, 1 + by), 0.9 * STRENGTH, True),
     (lambda image, by: pictures.adjust_contrast(image, 1 + by), 0.9 * STRENGTH, True),
-    (sharpen, 0.9 * STRENGTH, True),
+    (lambda image, by: pictures.adjust_sharpness(image, 1 + by), 0.9 * STRENGTH, True),
     (lambda image, by: pictures.posterize(image, 8 - round(by)), 4 * STRENGTH, False),
     (lambda image, by: pictures.solarize(image, 255 - by), 255 * STRENGTH, False),
     (lambda image, _: pictures.autocontrast(image), 0, False),
@@ -393,14 +389,18 @@ if __name__ == "__main__":
         common.die("--linear keeps pooled features, but lac.py needs maps: use --freeze_backbone")
     if args.freeze_backbone and args.weights == "none" and not common.start_from(args):
         common.die("--freeze_backbone needs trained weights: a file or a run's best.pt as --weights")
-    if args.stage == "2" and not (args.init_from or args.resume or args.eval_only):
-        common.die("--stage 2 continues a run of stage 1: --init_from RUN (without one: --end_to_end)")
-    if args.loss != "an" and (args.stage == "2" or args.form == "paper"):
-        common.die(f"--loss {args.loss} is stage 1 alone, a mean over all labels: leave out --stage 2 and --form paper")
-    if args.denominator == "all" and args.form == "release" and not (args.resume or args.eval_only):
-        common.die("--denominator is for --form paper: the release's L_LAC always has all in its denominator")
     if args.end_to_end and (not args.lac or args.stage != "both"):
         common.die("--end_to_end is all losses in one stage: leave out --no_lac, --loss and --stage")
+    if not (args.resume or args.eval_only):  # earlier versions had runs with these settings
+        if args.loss != "an" and (args.stage == "2" or args.form == "paper"):
+            common.die(f"--loss {args.loss} is stage 1, a mean over all labels: leave out --stage 2 and --form paper")
+        if args.stage == "2" and not args.init_from:
+            common.die("--stage 2 continues a run of stage 1: --init_from RUN (without one: --end_to_end)")
+        before = common.read_config(Path(args.init_from))["settings"] if args.stage == "2" else {}
+        if before.get("lac") and before.get("stage") != "1":
+            common.die(f"--stage 2: {args.init_from} has been through stage 2, give a run of --stage 1")
+        if args.denominator == "all" and args.form == "release":
+            common.die("--denominator is for --form paper: the release's L_LAC always has all in its denominator")
     run = common.Run(args, __file__)
     data = common.load(args, run.device)
     model = run.prepare(LabelWise(args, len(data.classes)), data, find_unused_parameters=True)

@@ -12,8 +12,8 @@ with word vectors and a label graph, trains only layer4, the global branches and
 threshold on the test set: the paper's numbers can't be expected from the plain backbone. They are for a share of the
 positives (`--known_ratio`), for which coco, coco_all and voc2007 have presets without a validation split: the EMA of
 the last epoch counts. With one positive per image, of which the paper says nothing, alpha is its VOC's and gamma its
-COCO's. Under torchrun tau, u and the pairs are those of each process's share. A last batch of fewer than 4 images is
-left out. docs/pu_mlc.md has the rest.
+COCO's. Under torchrun tau, u and the pairs are those of each process's share. A last batch of fewer than 4 images per
+process is left out. docs/pu_mlc.md has the rest.
 """
 
 import copy
@@ -59,13 +59,15 @@ class Args(common.Args):
 
 PARTIAL = dict(backbone="resnet101", weight_decay=1e-4, one_cycle=80, lgconv=True, freeze_bn=True, crops=True)
 PARTIAL |= dict(val_fraction=0.0)  # the paper's own setting, with --known_ratio
+LINEAR = dict(epochs=20, lgconv=False, crops=False, one_cycle=0, ema=0.0)  # frozen features; chosen here
 PRESETS = {  # one positive per image: batch and lr of the other methods; partial: the authors' release, README and code
     "coco": dict(batch_size=16),
     "nus": dict(batch_size=16),
     "cub": dict(lr=1e-4),
     "coco partial": dict(PARTIAL, epochs=40, batch_size=70, lr=1e-4, alpha=1.0, ema=0.9997),
     "voc2007 partial": dict(PARTIAL, epochs=55, batch_size=90, lr=4e-5, gamma=0.85, ema=0.991),
-    "--linear": dict(epochs=20, lr=1e-4, lgconv=False, crops=False, one_cycle=0, ema=0.0),  # frozen; chosen here
+    "--linear": dict(LINEAR, lr=1e-4),
+    "--linear partial": dict(LINEAR, batch_size=64, lr=5e-4),
     # your own images without a GPU: small enough for it
     "--device cpu": dict(linear=True, backbone="tf_efficientnet_lite0", image_size=224),
     # made here; chosen on its validation set
@@ -227,7 +229,7 @@ if __name__ == "__main__":
     if old > 5 and not data.val and common.rank() == 0:
         print(f"warning: the EMA, which is kept, will still be {old:.0f} % initial weights: lower --ema", flush=True)
     views, images = None, data.train.images
-    if args.crops:  # of images of 512 pixels, for 448
+    if args.crops and not args.eval_only:  # of images of 512 pixels, for 448
         larger = images.from_files(round(args.image_size * 8 / 7), images.resample)
         if larger.cached:
             common.die("--crops needs the image files, of which only the cache is there: add --no_crops")

@@ -1110,6 +1110,50 @@ def test_from_all_has_everybodys(workplace):
     finish(start(*TORCHRUN, "check.py", cwd=workplace))
 
 
+def test_two_processes_have_the_gradient_of_one(workplace):
+    """The release's L_LAC, of 5 images by two processes, with DDP's mean, and of all 5 together; the queue is
+    empty in the first step"""
+    (workplace / "check.py").write_text(
+        "import torch, torch.distributed as dist, torch.nn.functional as F, lac\n"
+        "from torch.nn.parallel import DistributedDataParallel\n"
+        "dist.init_process_group('gloo')\n"
+        "rank, args = dist.get_rank(), lac.Args(form='release')\n"
+        "torch.manual_seed(0)\n"
+        "net, alone = torch.nn.Linear(6, 4).double(), torch.nn.Linear(6, 4).double()\n"
+        "alone.load_state_dict(net.state_dict())\n"
+        "both, queue, past = DistributedDataParallel(net), lac.Queue(64, 2, 4).double(), []\n"
+        "for step in range(3):\n"
+        "    x, chosen = torch.randn(2, 5, 3, 6).double(), torch.rand(5, 3) < 0.6  # two views, 5 images, 3 classes\n"
+        "    mine = slice(rank, None, 2)\n"
+        "    weak, strong = F.normalize(both(x[:, mine]), dim=3)\n"
+        "    loss = lac.compare(weak, strong, chosen[mine], queue, 9, args)\n"
+        "    net.zero_grad()\n"
+        "    loss.backward()\n"
+        "    weak, strong = (view.flatten(0, 1)[chosen.flatten()] for view in F.normalize(alone(x), dim=3))\n"
+        "    classes = torch.arange(3).repeat(5)[chosen.flatten()]\n"
+        "    old = [torch.stack(column) for column in zip(*past)] or [weak[:0], strong[:0], classes[:0]]\n"
+        "    embed, kinds = torch.cat([weak, strong, *old[:2]]), torch.cat([classes, classes, old[2], old[2]])\n"
+        "    whole = lac.lac_loss(embed, kinds, embed, kinds, args.tau, 'all', torch.arange(len(kinds)))\n"
+        "    alone.zero_grad()\n"
+        "    whole.backward()\n"
+        "    torch.testing.assert_close(loss, whole)\n"
+        "    torch.testing.assert_close(net.weight.grad, alone.weight.grad)\n"
+        "    past += zip(weak.detach(), strong.detach(), classes)\n"
+        "assert (queue.classes >= 0).sum() == len(past) > 20\n"
+        "dist.barrier()\n"
+        "dist.destroy_process_group()\n"
+    )
+    finish(start(*TORCHRUN, "check.py", cwd=workplace))
+
+
+def test_a_third_stage_is_refused(script, squares):
+    flags = ("--dataset", squares, *SMALL, *SIZE, "--epochs", 1, "--max_steps", 2)
+    script("lac.py", *flags, "--name", "one", "--stage", 1)
+    script("lac.py", *flags, "--name", "two", "--stage", 2, "--init_from", "runs/one")
+    with pytest.raises(SystemExit, match="error: --stage 2: runs/two has been through stage 2"):
+        script("lac.py", *flags, "--stage", 2, "--init_from", "runs/two")
+
+
 def test_a_finished_run_is_measured_later(script, squares, workplace):
     script("lac.py", "--dataset", squares, *SMALL, *SIZE, "--epochs", 1)
     run = only_run(workplace)

@@ -2,6 +2,7 @@ import csv
 import json
 import math
 import re
+import shutil
 from collections import Counter
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import LEARNT, ROOT, SMALL, TORCHRUN, finish, only_run, start
+from conftest import LEARNT, ROOT, SMALL, TORCHRUN, finish, only_run, start, write_cache, write_dataset
 from torch import nn
 
 import common
@@ -486,6 +487,17 @@ def test_crops_are_squares_of_the_image():
     assert not np.array_equal(again[0], again[2])
 
 
+def test_crops_need_files_that_evaluation_does_not(script, workplace):
+    folder = write_cache(write_dataset(workplace / "own"))
+    script("pu_mlc.py", *flags(str(folder)), "--crops", "--epochs", 1)
+    run = only_run(workplace)
+    shutil.rmtree(folder / "images")  # only the cache is left
+    with pytest.raises(SystemExit, match="error: --crops needs the image files"):
+        script("pu_mlc.py", *flags(str(folder)), "--crops", "--epochs", 1, "--name", "again")
+    best = json.loads((run / "result.json").read_text())["val_mAP"]
+    assert f"val mAP {best:.2f}" in script("pu_mlc.py", "--eval_only", run)
+
+
 def test_drop_empty_leaves_out_classes_without_a_positive(script, squares, workplace):
     for name, more in (("keep", ()), ("drop", ("--drop_empty",))):
         script("pu_mlc.py", *flags(squares), "--batch_size", 2, "--max_steps", 1, "--out", name, *more)
@@ -552,6 +564,7 @@ def test_presets_follow_the_setting():
     assert single.val_fraction == 0.2
     assert (single.backbone, single.batch_size, single.lr, single.epochs, single.ema) == ("resnet50", 16, 1e-5, 10, 0)
     assert partial("voc").backbone == "resnet50"  # no preset of its own
-    words = ["--dataset", "voc2007", "--known_ratio", "0.1", "--linear"]
-    linear = common.parse(pu_mlc.Args, pu_mlc.PRESETS, words)  # a backbone that sees every image once
-    assert (linear.lgconv, linear.crops, linear.one_cycle, linear.ema, linear.epochs) == (False, False, 0, 0, 20)
+    for words in ("voc2007 --known_ratio 0.1", "voc --known_ratio 0.1", "voc"):  # --linear sees every image once
+        linear = common.parse(pu_mlc.Args, pu_mlc.PRESETS, ["--dataset", *words.split(), "--linear"])
+        assert (linear.lgconv, linear.crops, linear.one_cycle, linear.ema, linear.epochs) == (False, False, 0, 0, 20)
+        assert (linear.batch_size, linear.lr) == ((64, 5e-4) if linear.known_ratio else (8, 1e-4))
