@@ -396,9 +396,8 @@ if __name__ == "__main__":
             common.die(f"--loss {args.loss} is stage 1, a mean over all labels: leave out --stage 2 and --form paper")
         if args.stage == "2" and not args.init_from:
             common.die("--stage 2 continues a run of stage 1: --init_from RUN (without one: --end_to_end)")
-        before = common.read_config(Path(args.init_from))["settings"] if args.stage == "2" else {}
-        if before.get("lac") and before.get("stage") != "1":
-            common.die(f"--stage 2: {args.init_from} has been through stage 2, give a run of --stage 1")
+        if args.stage == "2" and Path(args.init_from, "stage1.pt").exists():
+            common.die(f"--stage 2: {args.init_from} has been through both stages, give a run of --stage 1")
         if args.denominator == "all" and args.form == "release":
             common.die("--denominator is for --form paper: the release's L_LAC always has all in its denominator")
     run = common.Run(args, __file__)
