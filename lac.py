@@ -18,7 +18,6 @@ import copy
 import math
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal
@@ -36,7 +35,7 @@ import common
 # ---- 1. Settings
 
 FIRST_LAYERS = ("conv1.", "layer1.", "conv_stem.", "blocks.0.", "stem.", "stages.0.", "s1.", "0.")
-ANCHORS_AT_ONCE = 256  # bounds the memory of L_LAC
+ANCHORS_AT_ONCE = 1024  # bounds the memory of L_LAC
 LOG_OF_NOTHING = -1e30  # instead of -inf, whose gradient is NaN
 
 
@@ -154,15 +153,14 @@ def lac_loss(embed_a, class_a, embed_b, class_b, tau, denominator="inter", own=N
         return 0 * (embed_a.sum() + embed_b.sum())
     own = torch.full_like(class_a, -1) if own is None else own
     live = max(len(embed_a), len(embed_b)) if live is None else live  # none are past
-    starts = [*range(0, min(live, len(class_a)), ANCHORS_AT_ONCE), *range(live, len(class_a), ANCHORS_AT_ONCE)]
     now, past = (embed_b[:live], class_b[:live]), (embed_b[live:].detach(), class_b[live:])
+    anchors = (embed_a[:live], class_a[:live], own[:live]), (embed_a[live:].detach(), class_a[live:], own[live:])
     over = partial(checkpoint, sums_over, use_reentrant=False, preserve_rng_state=False, tau=tau, inter=inter)
     sums = []
     with torch.autocast(embed_a.device.type, enabled=False):
-        for start, end in pairwise([*starts, len(class_a)]):
-            a = embed_a[start:end] if start < live else embed_a[start:end].detach()
-            classes, rows = class_a[start:end], own[start:end]
-            sums.append(torch.stack([over(*now, a, classes, rows), over(*past, a, classes, rows - live)]))
+        for some in anchors:
+            for a, classes, rows in zip(*(side.split(ANCHORS_AT_ONCE) for side in some)):
+                sums.append(torch.stack([over(*now, a, classes, rows), over(*past, a, classes, rows - live)]))
     log_totals, together, number = torch.cat(sums, 2).unbind(1)  # over now and past: (2, A) each
     log_total, together, number = log_totals.logsumexp(0), together.sum(0), number.sum(0)
     log_p = torch.where(log_total > LOG_OF_NOTHING / 2, together - number * log_total, 0)

@@ -314,7 +314,7 @@ def peak_of_lac(anchors, path):
 def test_lac_takes_a_batch_of_cub(tmp_path):
     """All 32 x 312 labels are anchors: the matrix of all pairs would take 420 MB, with its gradient and masks 1 GB"""
     portion, batch = (peak_of_lac(n, tmp_path / "trace.json") for n in (1024, 32 * 312))
-    assert batch < 1.2 * portion < 120
+    assert batch < 1.2 * portion < 300
 
 
 # ---- queue
