@@ -8,9 +8,9 @@ and the labels that CLIP leaves open, by the network's own confidence.
 NOTES: the authors' release never writes a negative pseudo-label (`--delta 0`), cuts tiles without overlap (`--grow 0`),
 fixes m at 1.5, 2.9, 1.9 and 31.4 (`--positives`), has nu 0 for VOC, b from -2 and q_neg 1.5 for CUB, and stops early
 (`--patience 1`); it also gives CLIP ImageNet's mean and std, skips the softmax of the label graph, has no activation
-after the last GCN layer, compares with the local threshold strictly and lets w and b lag an epoch. CUB's
-nu and zeta_global were tuned on other strings than the names read as words. `--no_damp` is the GR loss (Chen et al.
-2024): no pseudo-labels and no R. Under torchrun R takes its mean over each process's share of a batch. docs/aevlp.md
+after the last GCN layer, compares with the local threshold strictly and lets w and b lag an epoch. CUB's nu and
+zeta_global were tuned on other strings than the names read as words. `--no_damp` is the GR loss (Chen et al. 2024): no
+pseudo-labels and no R. Under torchrun R takes its mean over each process's share of a batch. docs/aevlp.md
 has the rest.
 """
 

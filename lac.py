@@ -389,7 +389,7 @@ if __name__ == "__main__":
         common.die("--freeze_backbone needs trained weights: a file or a run's best.pt as --weights")
     if args.end_to_end and (not args.lac or args.stage != "both"):
         common.die("--end_to_end is all losses in one stage: leave out --no_lac, --loss and --stage")
-    if not (args.resume or args.eval_only):  # earlier versions had runs with these settings
+    if not (args.resume or args.eval_only):  # where a run begins: there are runs that had these settings
         if args.loss != "an" and (args.stage == "2" or args.form == "paper"):
             common.die(f"--loss {args.loss} is stage 1, a mean over all labels: leave out --stage 2 and --form paper")
         if args.stage == "2" and not args.init_from:
